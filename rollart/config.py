@@ -1,0 +1,316 @@
+"""The configuration of a run: one YAML file into these Structs.
+
+Every field does something; a key that is not here is an error.  Units are in the names or in the docs.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+__all__ = [
+    "Algorithm",
+    "Config",
+    "Environments",
+    "Evaluation",
+    "Inference",
+    "MixedVersions",
+    "Model",
+    "RandomModel",
+    "Rollout",
+    "Sampling",
+    "Task",
+    "Trainer",
+    "UpdateAt",
+]
+
+PositiveInt = Annotated[int, Meta(ge=1)]
+NonNegativeInt = Annotated[int, Meta(ge=0)]
+PositiveFloat = Annotated[float, Meta(gt=0)]
+NonNegativeFloat = Annotated[float, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+
+
+class Section(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """Base of every part of the config."""
+
+
+class UpdateAt(enum.StrEnum):
+    """When inference workers take new weights, which decides what ``staleness_bound`` speaks of."""
+
+    BATCH = "batch"
+    """The paper's order: all workers together, right after a batch is formed."""
+    PUBLISH = "publish"
+    """Each worker by itself, as soon as it holds the newest version."""
+
+
+class MixedVersions(enum.StrEnum):
+    """What becomes of a trajectory whose tokens were sampled by several weight versions."""
+
+    CORRECT = "correct"
+    """Train on all tokens, each with the importance ratio against the engine's own log-probability."""
+    MASK = "mask"
+    """Train only on the tokens of the trajectory's newest version."""
+    DROP = "drop"
+    """Abort the trajectory (reason ``mixed_versions``) and start another."""
+
+
+class RandomModel(Section):
+    """A Qwen3 of this shape with weights drawn from ``seed``, and a tokenizer with one token a character."""
+
+    seed: int = 0
+    hidden_size: PositiveInt = 64
+    intermediate_size: PositiveInt = 128
+    num_hidden_layers: PositiveInt = 2
+    num_attention_heads: PositiveInt = 4
+    num_key_value_heads: PositiveInt = 2
+    head_dim: PositiveInt = 16
+    max_position_embeddings: PositiveInt = 512
+    tie_word_embeddings: bool = False
+    characters: str | None = None
+    """The tokenizer's characters; by default printable ASCII and the newline."""
+
+    def __post_init__(self) -> None:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
+                f"num_key_value_heads ({self.num_key_value_heads})"
+            )
+        if self.characters is not None and len(set(self.characters)) != len(self.characters):
+            raise ValueError("characters must not repeat a character")
+
+
+class Model(Section):
+    """The policy: a Hugging Face folder, or a random model."""
+
+    path: str | None = None
+    random: RandomModel | None = None
+
+    def __post_init__(self) -> None:
+        if (self.path is None) == (self.random is None):
+            raise ValueError("give either path (a Hugging Face folder) or random (a model from a seed)")
+
+
+class Task(Section, kw_only=True):
+    """A kind of episode."""
+
+    name: Annotated[str, Meta(pattern="^[A-Za-z0-9_.-]+$")]
+    """The paper's tag_name."""
+    environment: Annotated[str, Meta(pattern=r"^[\w.]+:\w+$")]
+    """Import path of an environment class, ``module:Class``."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of the class."""
+    weight: PositiveFloat = 1.0
+    """Share of the groups, relative to the other tasks' weights."""
+    max_turns: PositiveInt = 8
+    """A trajectory is cut, and scored as it is, after this many turns."""
+    reset_timeout_s: PositiveFloat = 60.0
+    step_timeout_s: PositiveFloat = 60.0
+
+
+class Sampling(Section):
+    """How the engine samples; only what the trainer can reproduce exactly is accepted."""
+
+    temperature: PositiveFloat = 1.0
+    max_tokens: PositiveInt = 1
+    """Tokens an answer (one turn) has at most."""
+    allowed_token_ids: list[int | str] = []
+    """The only tokens that may be sampled, as ids or as entries of the tokenizer's vocabulary; empty: all."""
+    stop_token_ids: list[int | str] = []
+    """Tokens that end an answer, besides the model's end-of-sequence tokens; they stay in the answer."""
+    ignore_eos: bool = False
+
+
+class Rollout(Section):
+    """How trajectories become batches."""
+
+    staleness_bound: NonNegativeInt = 1
+    """alpha: how many versions old a trained group may be; what counts as its age depends on ``update_at``."""
+    update_at: UpdateAt = UpdateAt.BATCH
+    groups_per_batch: PositiveInt = 8
+    group_size: Annotated[int, Meta(ge=2)] = 8
+    """Trajectories of one task instance that share a baseline (G)."""
+    min_group: Annotated[int, Meta(ge=2)] | None = None
+    """A group that can't complete closes short with at least so many; by default ``group_size``."""
+    redundant_groups: NonNegativeInt = 0
+    """Groups in flight beyond what the bound admits for the next batches (R)."""
+    redundant_members: NonNegativeInt = 0
+    """Trajectories a group starts beyond ``group_size``; it closes at the first ``group_size``."""
+    member_refills: NonNegativeInt = 4
+    """Trajectories a group may start in place of failed or stale ones."""
+    retries: NonNegativeInt = 2
+    """Times a trajectory starts again after an infrastructure failure."""
+    mixed_versions: MixedVersions = MixedVersions.CORRECT
+    filter_groups: bool = False
+    """Drop groups whose rewards are all equal, and sample others in their place."""
+    max_filtered_groups: PositiveInt | None = None
+    """So many filtered groups in a row stop the run, for it gets no signal; by default 256."""
+    max_failed_groups: PositiveInt = 32
+    """So many groups in a row that end without a sample stop the run: its environments or engines are broken."""
+
+    def __post_init__(self) -> None:
+        if self.update_at is UpdateAt.BATCH and self.staleness_bound == 0:
+            raise ValueError(
+                "staleness_bound 0 can't exist with update_at: batch, since get_batch would wait for the update "
+                "and the update for get_batch; use update_at: publish, where 0 is exactly on-policy"
+            )
+        if self.min_group is not None and self.min_group > self.group_size:
+            raise ValueError(f"min_group ({self.min_group}) must be at most group_size ({self.group_size})")
+        if self.max_filtered_groups is not None and not self.filter_groups:
+            raise ValueError("max_filtered_groups does nothing without filter_groups: true")
+
+    @property
+    def smallest_group(self) -> int:
+        """Members a group needs to be trained on."""
+        return self.min_group or self.group_size
+
+
+class Algorithm(Section):
+    """Advantages and loss: GRPO, arXiv 2402.03300, with the token-level mean of DAPO, arXiv 2503.14476."""
+
+    normalize_std: bool = True
+    """Divide group-centred rewards by their standard deviation."""
+    clip_low: Annotated[float, Meta(gt=0, lt=1)] = 0.2
+    clip_high: PositiveFloat = 0.2
+    entropy_coefficient: NonNegativeFloat = 0.0
+
+
+class DType(enum.StrEnum):
+    """Floating-point type of weights and activations."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class Trainer(Section):
+    """The Megatron-core trainer."""
+
+    learning_rate: PositiveFloat = 1e-6
+    warmup_optimizer_steps: NonNegativeInt = 0
+    """The rate rises linearly over so many optimiser steps, then stays."""
+    weight_decay: NonNegativeFloat = 0.0
+    adam_beta1: Annotated[float, Meta(ge=0, lt=1)] = 0.9
+    adam_beta2: Annotated[float, Meta(ge=0, lt=1)] = 0.999
+    adam_eps: PositiveFloat = 1e-8
+    clip_grad_norm: PositiveFloat = 1.0
+    minibatches: PositiveInt = 1
+    """Optimiser steps a train_step makes, each on a share of the groups."""
+    micro_batch_sequences: PositiveInt = 16
+    dtype: DType = DType.FLOAT32
+    threads: PositiveInt = 1
+    """CPU threads of torch."""
+    verify_share: Share = 1.0
+    """Share of the trajectories whose log-probabilities are recomputed under the weights that sampled them."""
+    step_timeout_s: PositiveFloat = 3600.0
+    checkpoint_every: NonNegativeInt = 0
+    """train_steps between checkpoints; 0: only after the last step."""
+    keep_checkpoints: PositiveInt = 2
+
+
+class Inference(Section):
+    """The vLLM inference workers."""
+
+    workers: PositiveInt = 1
+    dtype: DType = DType.FLOAT32
+    max_model_len: PositiveInt = 512
+    """Tokens of prompt and answers together; a trajectory that would pass it ends (``context_overflow``)."""
+    max_num_seqs: PositiveInt = 128
+    """Sequences an engine decodes at once."""
+    kv_cache_gib: PositiveFloat = 1.0
+    """KV cache on CPU engines."""
+    gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] | None = None
+    """On GPU engines; vLLM's default otherwise."""
+    threads: PositiveInt = 1
+    """CPU threads of an engine."""
+    generate_timeout_s: PositiveFloat = 600.0
+    """For one answer, queueing in the engine included."""
+    update_timeout_s: PositiveFloat = 120.0
+    """For each of pull, suspend, update and resume; a worker that takes longer is taken out of routing."""
+    canary_tolerance: PositiveFloat | None = None
+    """Largest log-probability difference to the trainer; by default 1e-3 in float32 and 0.25 in bfloat16."""
+
+    @property
+    def tolerance(self) -> float:
+        """The canary's tolerance in nats."""
+        if self.canary_tolerance is not None:
+            return self.canary_tolerance
+        return 1e-3 if self.dtype is DType.FLOAT32 else 0.25
+
+
+class Environments(Section):
+    """The environment workers."""
+
+    workers: PositiveInt = 1
+    threads: PositiveInt = 8
+    """Environments of one worker that act at the same time."""
+    max_sessions: PositiveInt = 4096
+    """Episodes a worker holds at once."""
+
+
+class Evaluation(Section):
+    """Greedy episodes on the held-out split, before the first update and after the last at least."""
+
+    episodes: NonNegativeInt = 0
+    """0: no evaluation."""
+    every: NonNegativeInt = 0
+    """train_steps between further evaluations; 0: none between."""
+
+    def __post_init__(self) -> None:
+        if self.every and not self.episodes:
+            raise ValueError("every does nothing while episodes is 0")
+
+
+class Config(Section, kw_only=True):
+    """A run."""
+
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
+    """Names the run folder, ``runs/NAME``."""
+    run_dir: str | None = None
+    """The run folder, instead of ``runs/NAME``."""
+    seed: int = 0
+    """Seeds the order of tasks and the environments."""
+    steps: PositiveInt
+    """train_steps the run makes."""
+    model: Model
+    tasks: Annotated[list[Task], Meta(min_length=1)]
+    sampling: Sampling = Sampling()
+    rollout: Rollout = Rollout()
+    algorithm: Algorithm = Algorithm()
+    trainer: Trainer = Trainer()
+    inference: Inference = Inference()
+    environments: Environments = Environments()
+    evaluation: Evaluation = Evaluation()
+    start_timeout_s: PositiveFloat = 600.0
+    """For a worker from its start to its readiness."""
+    heartbeat_s: PositiveFloat = 1.0
+    heartbeat_timeout_s: PositiveFloat = 30.0
+    """A worker, or the controller, that is silent for so long counts as lost."""
+
+    def __post_init__(self) -> None:
+        names = [task.name for task in self.tasks]
+        repeated = {name for name in names if names.count(name) > 1}
+        if repeated:
+            raise ValueError(f"task names must differ: {', '.join(sorted(repeated))} is there twice")
+        if self.heartbeat_timeout_s <= 2 * self.heartbeat_s:
+            raise ValueError("heartbeat_timeout_s must be more than twice heartbeat_s")
+        if self.model.random and self.inference.max_model_len > self.model.random.max_position_embeddings:
+            raise ValueError(
+                f"inference.max_model_len ({self.inference.max_model_len}) is beyond "
+                f"model.random.max_position_embeddings ({self.model.random.max_position_embeddings})"
+            )
+        if self.sampling.max_tokens >= self.inference.max_model_len:
+            raise ValueError(
+                f"sampling.max_tokens ({self.sampling.max_tokens}) leaves no room for a prompt in "
+                f"inference.max_model_len ({self.inference.max_model_len})"
+            )
+
+    def task(self, name: str) -> Task:
+        """The task of that name; ``KeyError`` when there is none."""
+        for task in self.tasks:
+            if task.name == name:
+                return task
+        raise KeyError(name)
+

@@ -1,0 +1,456 @@
+"""Every message on the wire between the controller and its workers.
+
+A message is one ZeroMQ frame of MessagePack (a msgspec tagged union), followed by payload frames where the
+docstring names them.  Bulk numbers travel packed (see ``rollart.packing``).  A request carries ``seq``; its
+answer carries the same ``seq`` and is either the type named in the request's docstring or ``Failure``.
+
+Each worker holds two connections, so that control is never queued behind data: ``CONTROL`` carries the
+handshake, beats and every weight and lifecycle message, ``DATA`` carries generation, environment and
+training traffic.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+__all__ = [
+    "PROTOCOL_VERSION",
+    "Attach",
+    "Beat",
+    "Cancel",
+    "Close",
+    "Collect",
+    "ControllerBeat",
+    "Done",
+    "Export",
+    "Failure",
+    "FailureKind",
+    "Generate",
+    "Generated",
+    "Goodbye",
+    "Hello",
+    "Message",
+    "Observation",
+    "Publish",
+    "Published",
+    "Pull",
+    "Ready",
+    "Refused",
+    "Reset",
+    "Resume",
+    "Role",
+    "SaveCheckpoint",
+    "Shutdown",
+    "Step",
+    "Suspend",
+    "ToController",
+    "ToWorker",
+    "TrainGroup",
+    "TrainSample",
+    "TrainStep",
+    "Trained",
+    "Update",
+    "Updated",
+    "VersionRun",
+    "Welcome",
+    "decode_to_controller",
+    "decode_to_worker",
+    "encode",
+]
+
+PROTOCOL_VERSION = 1
+
+
+class Role(enum.StrEnum):
+    """What a worker does."""
+
+    INFERENCE = "inference"
+    TRAINER = "trainer"
+    ENVIRONMENT = "environment"
+
+
+class FailureKind(enum.StrEnum):
+    """Why a request could not be served; decides whether it is retried."""
+
+    INFRASTRUCTURE = "infrastructure"
+    """The worker or its machine failed: the request may succeed elsewhere."""
+    DETERMINISTIC = "deterministic"
+    """The same request would fail again: no retry."""
+    CANCELLED = "cancelled"
+    """``Cancel`` reached it first."""
+    TIMEOUT = "timeout"
+    """The worker's own deadline passed."""
+
+
+class Message(msgspec.Struct, array_like=True, tag=True, frozen=True, gc=False):
+    """Base of all messages."""
+
+
+class VersionRun(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """``count`` consecutive sampled tokens that were sampled with weight ``version``."""
+
+    version: int
+    count: int
+
+
+# --- the connection -------------------------------------------------------------------------------------
+
+
+class Hello(Message):
+    """Worker → controller, first on CONTROL.  Answer: ``Welcome`` or ``Refused``."""
+
+    protocol: int
+    role: Role
+    name: str
+    pid: int
+    hardware_class: str
+    packages: dict[str, str]
+    """Versions of the packages that do this role's work."""
+
+
+class Attach(Message):
+    """Worker → controller, first on DATA: this connection belongs to worker ``name``."""
+
+    name: str
+
+
+class Welcome(Message):
+    """Controller → worker: accepted.  ``config`` is the run's resolved ``Config`` as MessagePack."""
+
+    config: bytes
+    run_dir: str
+    model_dir: str
+    store_dir: str
+    """Folder of the local weight store."""
+    heartbeat_s: float
+    controller_timeout_s: float
+
+
+class Refused(Message):
+    """Controller → worker: not accepted, and why.  The worker ends."""
+
+    reason: str
+
+
+class Ready(Message):
+    """Worker → controller: set up and able to serve.  ``facts`` is shown to people and logged."""
+
+    capacity: int
+    """Requests the worker serves at once."""
+    facts: dict[str, str]
+
+
+class Beat(Message):
+    """Worker → controller, every ``heartbeat_s``."""
+
+    busy: int
+    """Requests being served."""
+    refused_frames: int
+    """Frames that did not decode, since the start."""
+
+
+class ControllerBeat(Message):
+    """Controller → worker, every ``heartbeat_s``."""
+
+
+class Shutdown(Message):
+    """Controller → worker: finish now and exit 0."""
+
+    reason: str
+
+
+class Goodbye(Message):
+    """Worker → controller: last message before the exit."""
+
+    reason: str
+
+
+class Cancel(Message):
+    """Controller → worker: stop serving request ``seq``; it is answered by a ``Failure(CANCELLED)``."""
+
+    seq: int
+
+
+class Done(Message):
+    """Answer to a request with nothing to say but that it was carried out."""
+
+    seq: int
+
+
+class Failure(Message):
+    """Answer to a request that could not be served."""
+
+    seq: int
+    kind: FailureKind
+    message: str
+
+
+# --- inference ------------------------------------------------------------------------------------------
+
+
+class Generate(Message):
+    """Sample a continuation of ``prompt``.  Answer: ``Generated``."""
+
+    seq: int
+    request_id: str
+    prompt: bytes
+    """int32 token ids."""
+    max_tokens: int
+    temperature: float
+    """0 is greedy."""
+    allowed_token_ids: bytes
+    """int32 ids that may be sampled; empty: all."""
+    stop_token_ids: bytes
+    ignore_eos: bool
+    seed: int | None
+
+
+class Generated(Message):
+    """What the engine sampled; ``sum(run.count for run in versions) == tokens`` always holds."""
+
+    seq: int
+    ids: bytes
+    """int32."""
+    logprobs: bytes
+    """float32, one per id, of the distribution that was sampled; empty for a greedy request."""
+    versions: list[VersionRun]
+    finish_reason: str
+    """``stop`` or ``length``."""
+    cached_tokens: int
+    """Prompt tokens whose keys and values came from the prefix cache."""
+
+
+class Suspend(Message):
+    """Stop scheduling generation, keep requests in flight.  Answer ``Done`` once the engine is still."""
+
+    seq: int
+
+
+class Pull(Message):
+    """Bring version ``version`` to this host and check it, in the background.  Answer: ``Done``."""
+
+    seq: int
+    version: int
+    manifest: str
+    """Path of the version's manifest in the store."""
+
+
+class Update(Message):
+    """Load pulled weights into the suspended engine, and score the canary prompt.  Answer: ``Updated``.
+
+    The engine runs again when the answer is sent, but finished generations are held back until ``Resume``:
+    the controller compares the canary first.
+    """
+
+    seq: int
+    version: int
+    canary: bytes
+    """int32 ids to score."""
+
+
+class Updated(Message):
+    """The engine serves ``version``, by its own word."""
+
+    seq: int
+    version: int
+    canary_logprobs: bytes
+    """float32, for ids 1… of the canary prompt, each given the ids before it, at temperature 1, no mask."""
+    load_s: float
+
+
+class Resume(Message):
+    """Release held generations.  Answer: ``Done``."""
+
+    seq: int
+
+
+# --- environments ---------------------------------------------------------------------------------------
+
+
+class Reset(Message):
+    """Begin an episode under the name ``session``.  Answer: ``Observation``."""
+
+    seq: int
+    session: str
+    task: str
+    """The task's name in the config."""
+    seed: int
+    split: str
+    """``train`` or ``eval``; an environment keeps the two disjoint."""
+
+
+class Step(Message):
+    """Act in episode ``session``.  Answer: ``Observation``."""
+
+    seq: int
+    session: str
+    action: bytes
+    """int32 ids the policy sampled."""
+
+
+class Close(Message):
+    """Drop episode ``session``; no answer, unknown sessions are ignored."""
+
+    session: str
+
+
+class Observation(Message):
+    """What the environment answered, rendered to token ids by the worker."""
+
+    seq: int
+    ids: bytes
+    """int32 ids that follow what the policy has seen so far."""
+    reward: float
+    """Of this step; 0 at reset."""
+    done: bool
+    info: dict[str, float]
+
+
+# --- training -------------------------------------------------------------------------------------------
+
+
+class TrainSample(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """One scored trajectory of T tokens, S of them sampled."""
+
+    trajectory: int
+    ids: bytes
+    """int32[T]."""
+    mask: bytes
+    """uint8[T]: 1 where the engine sampled the token, else 0."""
+    logprobs: bytes
+    """float32[S], the behaviour policy's."""
+    versions: list[VersionRun]
+    """Runs over the S sampled tokens, in order."""
+    reward: float
+
+
+class TrainGroup(msgspec.Struct, array_like=True, frozen=True):
+    """The samples of one task instance, which share a baseline."""
+
+    group: int
+    task: str
+    samples: list[TrainSample]
+
+
+class TrainStep(Message):
+    """Train on a batch.  Payload: one frame per group, an encoded ``TrainGroup``.  Answer: ``Trained``.
+
+    Idempotent: a ``step_id`` that was applied already is answered from memory.
+    """
+
+    seq: int
+    step_id: int
+    version: int
+    """The trainer's version before the step."""
+    verify_share: float
+    """Share of the trajectories whose log-probabilities are recomputed under the weights that sampled them."""
+
+
+class Trained(Message):
+    """The step is applied (``version`` is one higher), or skipped (``version`` unchanged, ``skipped`` says why)."""
+
+    seq: int
+    step_id: int
+    version: int
+    skipped: str
+    metrics: dict[str, float]
+
+
+class Publish(Message):
+    """Put the current weights into the store as ``version``.  Answer: ``Published``.  Idempotent."""
+
+    seq: int
+    version: int
+    canary: bytes
+    """int32 ids that the trainer scores with these weights."""
+
+
+class Published(Message):
+    """Version ``version`` is in the store, whole."""
+
+    seq: int
+    version: int
+    manifest: str
+    canary_logprobs: bytes
+    """float32, as in ``Updated``."""
+    size_bytes: int
+    blocked_s: float
+    """Seconds that the publishing kept the trainer from computing."""
+
+
+class Collect(Message):
+    """Remove every version below ``below`` from the store.  Answer: ``Done``."""
+
+    seq: int
+    below: int
+
+
+class SaveCheckpoint(Message):
+    """Write a checkpoint into ``path``, atomically.  Answer: ``Done``."""
+
+    seq: int
+    path: str
+
+
+class Export(Message):
+    """Write the current weights as a Hugging Face folder into ``path``, atomically.  Answer: ``Done``."""
+
+    seq: int
+    path: str
+
+
+ToWorker = (
+    Welcome
+    | Refused
+    | ControllerBeat
+    | Shutdown
+    | Cancel
+    | Generate
+    | Suspend
+    | Pull
+    | Update
+    | Resume
+    | Reset
+    | Step
+    | Close
+    | TrainStep
+    | Publish
+    | Collect
+    | SaveCheckpoint
+    | Export
+)
+ToController = (
+    Hello
+    | Attach
+    | Ready
+    | Beat
+    | Goodbye
+    | Done
+    | Failure
+    | Generated
+    | Updated
+    | Observation
+    | Trained
+    | Published
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+_to_controller: msgspec.msgpack.Decoder[ToController] = msgspec.msgpack.Decoder(ToController)
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """One frame."""
+    return _encoder.encode(message)
+
+
+def decode_to_worker(frame: bytes) -> ToWorker:
+    """The message in ``frame``; ``msgspec.DecodeError`` when it is none."""
+    return _to_worker.decode(frame)
+
+
+def decode_to_controller(frame: bytes) -> ToController:
+    """The message in ``frame``; ``msgspec.DecodeError`` when it is none."""
+    return _to_controller.decode(frame)

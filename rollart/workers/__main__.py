@@ -1,0 +1,58 @@
+"""``python -m rollart.workers ROLE --key-file FILE``: one worker process."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import logging
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+
+from rollart.workers.worker import Peer, Worker, die_with_parent
+
+ROLES = {
+    "inference": "rollart.workers.inference:InferenceWorker",
+    "trainer": "rollart.workers.trainer:TrainerWorker",
+    "environment": "rollart.workers.environment:EnvironmentWorker",
+}
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m rollart.workers", description=__doc__)
+    parser.add_argument("role", choices=sorted(ROLES))
+    parser.add_argument(
+        "--key-file", required=True, type=Path, help="the run's private/peer.json: address and keys"
+    )
+    parser.add_argument("--connect", metavar="ADDRESS", help="the controller, instead of the file's address")
+    parser.add_argument("--name", help="unique in the run; by default random")
+    parser.add_argument("--hardware-class", default="CPU", help="e.g. H800, H20, CPU")
+    parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    """Run the worker; the exit code."""
+    options = parse()
+    if options.parent:
+        die_with_parent(options.parent)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        peer = Peer.read(options.key_file)
+    except (OSError, msgspec.MsgspecError) as error:
+        sys.stderr.write(f"can't read the key file {options.key_file}: {error}\n")
+        return 2
+    if options.connect:
+        peer = msgspec.structs.replace(peer, address=options.connect)
+    module, _, name = ROLES[options.role].partition(":")
+    worker_class: type[Worker] = getattr(importlib.import_module(module), name)
+    worker = worker_class(peer, name=options.name, hardware_class=options.hardware_class)
+    return asyncio.run(worker.run())
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    sys.exit(main())

@@ -1,0 +1,279 @@
+"""The base of every worker: one connection to the controller, beats, dispatch, a clean end.
+
+A worker dials the controller, says what it is, sets itself up and serves requests until it is told to shut
+down or the controller falls silent.  It never outlives the controller.  Requests are served concurrently:
+``serve`` is a coroutine, and what blocks runs in a thread, so that beats and control never wait for work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+import zmq
+
+from rollart.channel import Channel
+from rollart.config import Config
+from rollart.protocol import (
+    PROTOCOL_VERSION,
+    Attach,
+    Beat,
+    Cancel,
+    ControllerBeat,
+    Failure,
+    FailureKind,
+    Goodbye,
+    Hello,
+    Message,
+    Ready,
+    Refused,
+    Role,
+    Shutdown,
+    ToWorker,
+    Welcome,
+    decode_to_worker,
+    encode,
+)
+
+__all__ = ["Deterministic", "Peer", "Worker", "die_with_parent"]
+
+logger = logging.getLogger(__name__)
+
+
+class Deterministic(Exception):
+    """A request failed in a way that the same request would fail again."""
+
+
+class Peer(msgspec.Struct, frozen=True):
+    """Where the controller is and the CURVE keys to reach it (Z85 text); the run's private key file."""
+
+    address: str
+    server_public: str
+    client_public: str
+    client_secret: str
+
+    @classmethod
+    def read(cls, path: Path) -> Peer:
+        """The peer a key file describes; ``OSError`` or ``msgspec.DecodeError`` when it can't be read."""
+        return msgspec.json.decode(path.read_bytes(), type=cls)
+
+
+class Worker:
+    """Subclasses give ``role``, ``packages``, ``setup``, ``serve`` and, where needed, ``teardown``."""
+
+    role: ClassVar[Role]
+    packages: ClassVar[tuple[str, ...]] = ()
+    """Distributions whose versions the hello tells."""
+
+    def __init__(self, peer: Peer, *, name: str | None = None, hardware_class: str = "CPU") -> None:
+        self.peer = peer
+        self.name = name or f"{self.role}-{uuid.uuid4().hex[:8]}"
+        self.hardware_class = hardware_class
+        self.welcome: Welcome
+        self.config: Config
+        self.refused_frames = 0
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._background: set[asyncio.Task[None]] = set()
+        self._end: asyncio.Future[str]
+        self._heard = 0.0
+
+    # --- what a role fills in -------------------------------------------------------------------------
+
+    async def setup(self) -> Ready:
+        """Get ready to serve; ``self.welcome`` and ``self.config`` are there."""
+        raise NotImplementedError
+
+    async def serve(self, message: ToWorker, payload: Sequence[bytes]) -> Message | None:
+        """Carry out a request and return its answer, which has the request's ``seq``.
+
+        ``asyncio.CancelledError`` reaches it when the controller cancels the request.  ``Deterministic``
+        becomes a ``Failure`` that is not retried; any other exception an infrastructure failure.
+        """
+        raise NotImplementedError
+
+    async def teardown(self) -> None:
+        """Release what ``setup`` took; called once, also after a failed setup."""
+
+    # --- life -----------------------------------------------------------------------------------------
+
+    async def run(self) -> int:
+        """Serve until the end; the process's exit code."""
+        loop = asyncio.get_running_loop()
+        self._end = loop.create_future()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, self.end, f"signal {signum.name}")
+        context = zmq.Context()
+        self._control = self._dial(context, "control", self._on_control)
+        self._data = self._dial(context, "data", self._on_data)
+        code = 0
+        try:
+            await self._serve_until_end(loop)
+        except Exception as error:  # the boundary of a worker process: recorded, and told by the exit code
+            logger.exception("worker %s failed: %s", self.name, error)
+            code = 1
+        finally:
+            await self._close(context)
+        return code
+
+    def end(self, reason: str) -> None:
+        """Ask the worker to finish; the first reason counts."""
+        if not self._end.done():
+            self._end.set_result(reason)
+
+    async def _serve_until_end(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._welcomed: asyncio.Future[Welcome] = loop.create_future()
+        self._control.send([encode(self._hello())])
+        self._data.send([encode(Attach(self.name))])
+        await asyncio.wait({self._welcomed, self._end}, timeout=30, return_when=asyncio.FIRST_COMPLETED)
+        if self._end.done():
+            return
+        if not self._welcomed.done():
+            raise ConnectionError(
+                f"no answer from the controller at {self.peer.address} within 30 s: "
+                "is it running, and does the key file belong to this run?"
+            )
+        self.welcome = self._welcomed.result()
+        self.config = msgspec.msgpack.decode(self.welcome.config, type=Config)
+        setup = asyncio.ensure_future(self.setup())
+        await asyncio.wait({setup, self._end}, return_when=asyncio.FIRST_COMPLETED)
+        if not setup.done():
+            setup.cancel()
+            return
+        self._control.send([encode(setup.result())])
+        self._heard = loop.time()
+        beats = asyncio.ensure_future(self._beat())
+        await asyncio.wait({self._end, beats}, return_when=asyncio.FIRST_COMPLETED)
+        beats.cancel()
+        if self._end.done():
+            logger.info("worker %s ends: %s", self.name, self._end.result())
+        else:
+            beats.result()
+
+    def _hello(self) -> Hello:
+        from importlib.metadata import PackageNotFoundError, version
+
+        versions = {"python": sys.version.split()[0]}
+        for package in self.packages:
+            with contextlib.suppress(PackageNotFoundError):
+                versions[package] = version(package)
+        return Hello(PROTOCOL_VERSION, self.role, self.name, os.getpid(), self.hardware_class, versions)
+
+    async def _beat(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            self._control.send([encode(Beat(len(self._tasks), self.refused_frames))])
+            await asyncio.sleep(self.welcome.heartbeat_s)
+            if loop.time() - self._heard > self.welcome.controller_timeout_s:
+                self.end(f"controller silent for {self.welcome.controller_timeout_s:g} s")
+
+    async def _close(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        for task in (*self._tasks.values(), *self._background):
+            task.cancel()
+        try:
+            await self.teardown()
+        except Exception:  # the boundary of teardown: whatever breaks there, the sockets still close
+            logger.exception("worker %s: teardown failed", self.name)
+        reason = self._end.result() if self._end.done() else "failed"
+        with contextlib.suppress(zmq.ZMQError):
+            self._control.send([encode(Goodbye(reason))])
+        self._control.close(linger_ms=500)
+        self._data.close(linger_ms=0)
+        context.term()
+
+    # --- messages -------------------------------------------------------------------------------------
+
+    def _dial(self, context: zmq.Context[zmq.Socket[bytes]], kind: str, on_message: object) -> Channel:
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, f"{kind}:{self.name}".encode())
+        socket.curve_serverkey = self.peer.server_public.encode()
+        socket.curve_publickey = self.peer.client_public.encode()
+        socket.curve_secretkey = self.peer.client_secret.encode()
+        channel = Channel(socket, on_message)  # type: ignore[arg-type]
+        socket.connect(self.peer.address)
+        channel.start()
+        return channel
+
+    def _on_control(self, frames: list[bytes]) -> None:
+        self._receive(frames, self._control)
+
+    def _on_data(self, frames: list[bytes]) -> None:
+        self._receive(frames, self._data)
+
+    def _receive(self, frames: list[bytes], channel: Channel) -> None:
+        try:
+            message = decode_to_worker(frames[0])
+        except msgspec.DecodeError:
+            self.refused_frames += 1
+            return
+        self._heard = asyncio.get_running_loop().time()
+        match message:
+            case ControllerBeat():
+                pass
+            case Shutdown(reason=reason):
+                self.end(reason)
+            case Welcome():
+                if not self._welcomed.done():
+                    self._welcomed.set_result(message)
+            case Refused(reason=reason):
+                if not self._welcomed.done():
+                    self._welcomed.set_exception(ConnectionRefusedError(f"the controller refused: {reason}"))
+            case Cancel(seq=seq):
+                task = self._tasks.get(seq)
+                if task is not None:
+                    task.cancel()
+            case _:
+                self._start(message, frames[1:], channel)
+
+    def _start(self, message: ToWorker, payload: list[bytes], channel: Channel) -> None:
+        seq = getattr(message, "seq", None)
+        task = asyncio.get_running_loop().create_task(self._answer(message, payload, channel, seq))
+        if seq is None:
+            self._background.add(task)
+            task.add_done_callback(self._background.discard)
+        else:
+            self._tasks[seq] = task
+
+    async def _answer(
+        self, message: ToWorker, payload: list[bytes], channel: Channel, seq: int | None
+    ) -> None:
+        answer: Message | None
+        try:
+            answer = await self.serve(message, payload)
+        except asyncio.CancelledError:
+            answer = self._failure(seq, FailureKind.CANCELLED, "cancelled by the controller")
+        except Deterministic as error:
+            answer = self._failure(seq, FailureKind.DETERMINISTIC, str(error))
+        except TimeoutError as error:
+            answer = self._failure(seq, FailureKind.TIMEOUT, str(error) or "deadline passed")
+        except Exception as error:  # the boundary of a request: recorded here, told to the controller
+            logger.exception("%s: request %r failed", self.name, type(message).__name__)
+            answer = self._failure(seq, FailureKind.INFRASTRUCTURE, f"{type(error).__name__}: {error}")
+        finally:
+            if seq is not None:
+                self._tasks.pop(seq, None)
+        if answer is not None:
+            channel.send([encode(answer)])
+
+    @staticmethod
+    def _failure(seq: int | None, kind: FailureKind, text: str) -> Failure | None:
+        return None if seq is None else Failure(seq, kind, text)
+
+
+def die_with_parent(parent: int) -> None:
+    """On Linux, have the kernel send SIGTERM to this process when process ``parent`` ends."""
+    if sys.platform != "linux":
+        return
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGTERM)
+    if os.getppid() != parent:  # it was gone before the call
+        os.kill(os.getpid(), signal.SIGTERM)
