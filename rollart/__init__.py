@@ -1,0 +1,35 @@
+"""RollArt trains LLM agents by reinforcement learning on disaggregated hardware.
+
+``load_config`` reads a run's config, ``run`` carries it out from a script of your own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollart.config import Config
+    from rollart.controller.configuration import load_config
+    from rollart.embedding import run
+    from rollart.errors import ConfigError, RollArtError, RunError
+
+__version__ = "0.1.0"
+__all__ = ["Config", "ConfigError", "RollArtError", "RunError", "load_config", "run"]
+
+_HOMES = {
+    "Config": "rollart.config",
+    "ConfigError": "rollart.errors",
+    "RollArtError": "rollart.errors",
+    "RunError": "rollart.errors",
+    "load_config": "rollart.controller.configuration",
+    "run": "rollart.embedding",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used, so that ``import rollart`` stays quick."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'rollart' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

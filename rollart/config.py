@@ -58,7 +58,7 @@ class MixedVersions(enum.StrEnum):
     """Abort the trajectory (reason ``mixed_versions``) and start another."""
 
 
-class RandomModel(Section):
+class RandomModel(Section, frozen=True, kw_only=True):
     """A Qwen3 of this shape with weights drawn from ``seed``, and a tokenizer with one token a character."""
 
     seed: int = 0
@@ -83,7 +83,7 @@ class RandomModel(Section):
             raise ValueError("characters must not repeat a character")
 
 
-class Model(Section):
+class Model(Section, frozen=True, kw_only=True):
     """The policy: a Hugging Face folder, or a random model."""
 
     path: str | None = None
@@ -94,7 +94,7 @@ class Model(Section):
             raise ValueError("give either path (a Hugging Face folder) or random (a model from a seed)")
 
 
-class Task(Section, kw_only=True):
+class Task(Section, frozen=True, kw_only=True):
     """A kind of episode."""
 
     name: Annotated[str, Meta(pattern="^[A-Za-z0-9_.-]+$")]
@@ -111,7 +111,7 @@ class Task(Section, kw_only=True):
     step_timeout_s: PositiveFloat = 60.0
 
 
-class Sampling(Section):
+class Sampling(Section, frozen=True, kw_only=True):
     """How the engine samples; only what the trainer can reproduce exactly is accepted."""
 
     temperature: PositiveFloat = 1.0
@@ -124,7 +124,7 @@ class Sampling(Section):
     ignore_eos: bool = False
 
 
-class Rollout(Section):
+class Rollout(Section, frozen=True, kw_only=True):
     """How trajectories become batches."""
 
     staleness_bound: NonNegativeInt = 1
@@ -168,7 +168,7 @@ class Rollout(Section):
         return self.min_group or self.group_size
 
 
-class Algorithm(Section):
+class Algorithm(Section, frozen=True, kw_only=True):
     """Advantages and loss: GRPO, arXiv 2402.03300, with the token-level mean of DAPO, arXiv 2503.14476."""
 
     normalize_std: bool = True
@@ -185,7 +185,7 @@ class DType(enum.StrEnum):
     BFLOAT16 = "bfloat16"
 
 
-class Trainer(Section):
+class Trainer(Section, frozen=True, kw_only=True):
     """The Megatron-core trainer."""
 
     learning_rate: PositiveFloat = 1e-6
@@ -210,7 +210,7 @@ class Trainer(Section):
     keep_checkpoints: PositiveInt = 2
 
 
-class Inference(Section):
+class Inference(Section, frozen=True, kw_only=True):
     """The vLLM inference workers."""
 
     workers: PositiveInt = 1
@@ -240,7 +240,7 @@ class Inference(Section):
         return 1e-3 if self.dtype is DType.FLOAT32 else 0.25
 
 
-class Environments(Section):
+class Environments(Section, frozen=True, kw_only=True):
     """The environment workers."""
 
     workers: PositiveInt = 1
@@ -250,7 +250,7 @@ class Environments(Section):
     """Episodes a worker holds at once."""
 
 
-class Evaluation(Section):
+class Evaluation(Section, frozen=True, kw_only=True):
     """Greedy episodes on the held-out split, before the first update and after the last at least."""
 
     episodes: NonNegativeInt = 0
@@ -263,7 +263,7 @@ class Evaluation(Section):
             raise ValueError("every does nothing while episodes is 0")
 
 
-class Config(Section, kw_only=True):
+class Config(Section, frozen=True, kw_only=True):
     """A run."""
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
@@ -313,4 +313,3 @@ class Config(Section, kw_only=True):
             if task.name == name:
                 return task
         raise KeyError(name)
-

@@ -84,7 +84,7 @@ class FailureKind(enum.StrEnum):
     """The worker's own deadline passed."""
 
 
-class Message(msgspec.Struct, array_like=True, tag=True, frozen=True, gc=False):
+class Message(msgspec.Struct, array_like=True, tag=True, gc=False):
     """Base of all messages."""
 
 

@@ -7,6 +7,7 @@ import asyncio
 import importlib
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -19,6 +20,7 @@ ROLES = {
     "trainer": "rollart.workers.trainer:TrainerWorker",
     "environment": "rollart.workers.environment:EnvironmentWorker",
 }
+
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
@@ -50,7 +52,14 @@ def main() -> int:
     module, _, name = ROLES[options.role].partition(":")
     worker_class: type[Worker] = getattr(importlib.import_module(module), name)
     worker = worker_class(peer, name=options.name, hardware_class=options.hardware_class)
-    return asyncio.run(worker.run())
+    return asyncio.run(_run(worker))
+
+
+async def _run(worker: Worker) -> int:
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, worker.end, f"signal {signum.name}")
+    return await worker.run()
 
 
 if __name__ == "__main__":

@@ -49,6 +49,9 @@ __all__ = ["Deterministic", "Peer", "Worker", "die_with_parent"]
 
 logger = logging.getLogger(__name__)
 
+CANCEL_PATIENCE_S = 2.0
+"""For requests in progress to end when the worker does; a thread that computes can't be stopped."""
+
 
 class Deterministic(Exception):
     """A request failed in a way that the same request would fail again."""
@@ -86,6 +89,7 @@ class Worker:
         self._background: set[asyncio.Task[None]] = set()
         self._end: asyncio.Future[str]
         self._heard = 0.0
+        self._closed = False
 
     # --- what a role fills in -------------------------------------------------------------------------
 
@@ -110,16 +114,14 @@ class Worker:
         """Serve until the end; the process's exit code."""
         loop = asyncio.get_running_loop()
         self._end = loop.create_future()
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(signum, self.end, f"signal {signum.name}")
         context = zmq.Context()
         self._control = self._dial(context, "control", self._on_control)
         self._data = self._dial(context, "data", self._on_data)
         code = 0
         try:
             await self._serve_until_end(loop)
-        except Exception as error:  # the boundary of a worker process: recorded, and told by the exit code
-            logger.exception("worker %s failed: %s", self.name, error)
+        except Exception:  # the boundary of a worker: recorded, and told by the exit code
+            logger.exception("worker %s failed", self.name)
             code = 1
         finally:
             await self._close(context)
@@ -177,8 +179,12 @@ class Worker:
                 self.end(f"controller silent for {self.welcome.controller_timeout_s:g} s")
 
     async def _close(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        for task in (*self._tasks.values(), *self._background):
+        self._closed = True  # what is cancelled now was not cancelled by the controller: no answer says so
+        serving = [*self._tasks.values(), *self._background]
+        for task in serving:
             task.cancel()
+        if serving:
+            await asyncio.wait(serving, timeout=CANCEL_PATIENCE_S)
         try:
             await self.teardown()
         except Exception:  # the boundary of teardown: whatever breaks there, the sockets still close
@@ -261,7 +267,7 @@ class Worker:
         finally:
             if seq is not None:
                 self._tasks.pop(seq, None)
-        if answer is not None:
+        if answer is not None and not self._closed:
             channel.send([encode(answer)])
 
     @staticmethod

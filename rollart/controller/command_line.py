@@ -1,0 +1,139 @@
+"""The command line: ``run`` now; every command is a function and an entry in ``COMMANDS``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rollart.errors import ConfigError, RollArtError
+
+if TYPE_CHECKING:
+    from rollart.config import Config
+    from rollart.controller.run_folder import RunFolder
+
+__all__ = ["main"]
+
+INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Carry out a command; the process's exit code.  A user's mistake is one sentence on stderr."""
+    parser = _parser()
+    words = list(arguments)
+    if words and words[0] not in COMMANDS and words[0] not in ("-h", "--help"):
+        words.insert(0, "run")
+    options = parser.parse_args(words)
+    if "command" not in options:
+        parser.print_help()
+        return ConfigError.exit_code
+    try:
+        return COMMANDS[options.command][1](options)
+    except RollArtError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m rollart.controller",
+        description="Train LLM agents by reinforcement learning. A bare CONFIG means: run CONFIG.",
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for name, (add, _) in COMMANDS.items():
+        add(commands, name)
+    return parser
+
+
+# --- run ----------------------------------------------------------------------------------------------------
+
+
+def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str) -> None:
+    run = commands.add_parser(
+        name,
+        help="train",
+        description="Train by CONFIG; key=value replaces a setting, such as rollout.group_size=16.",
+    )
+    run.add_argument("config", type=Path, metavar="CONFIG", help="a YAML file")
+    run.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the file's")
+    run.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the resolved config and the placement, and start nothing",
+    )
+    run.set_defaults(command=name)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from rollart.controller.configuration import load_config
+    from rollart.controller.run_folder import RunFolder, to_yaml
+
+    config = load_config(options.config, options.overrides)
+    _check_environments(config)
+    folder = RunFolder.choose(config)
+    if options.dry_run:
+        from rollart.controller.resource_manager import ResourceManager
+
+        placement = ResourceManager(config).explain()
+        sys.stdout.write(f"{to_yaml(config)}\n# run folder: {folder.path}\n# placement:\n")
+        sys.stdout.writelines(f"#   {line}\n" for line in placement.splitlines())
+        return 0
+    _check_packages()
+    return _start(config, folder)
+
+
+def _check_packages() -> None:
+    """``ConfigError`` when a package that the workers need is not installed."""
+    needs = {
+        "torch": "all workers",
+        "vllm": "the inference workers",
+        "megatron": "the trainer",
+        "tokenizers": "environments",
+    }
+    missing = [f"{name} (for {who})" for name, who in needs.items() if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"these packages are not installed: {', '.join(missing)}. Install them with pip install 'rollart[cpu]', "
+            "or 'rollart[gpu]' on a machine with GPUs (the README says how to get torch's CPU build)"
+        )
+
+
+def _check_environments(config: Config) -> None:
+    """``ConfigError`` when a task's environment is in no module that can be found."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    for number, task in enumerate(config.tasks):
+        module = task.environment.partition(":")[0]
+        try:
+            found = find_spec(module) is not None
+        except ModuleNotFoundError:
+            found = False
+        if not found:
+            raise ConfigError(
+                f"tasks.{number}.environment: there is no module {module} on the Python path or in this folder"
+            )
+
+
+def _start(config: Config, folder: RunFolder) -> int:
+    import uvloop
+
+    from rollart.controller.controller import Outcome
+    from rollart.controller.local_run import run_locally
+
+    outcome = uvloop.run(run_locally(config, folder, stream=sys.stdout))
+    sys.stdout.write(f"{outcome}: {folder.path}\n")
+    return INTERRUPTED if outcome is Outcome.INTERRUPTED else 0
+
+
+COMMANDS: dict[
+    str,
+    tuple[
+        Callable[[argparse._SubParsersAction[argparse.ArgumentParser], str], None],
+        Callable[[argparse.Namespace], int],
+    ],
+] = {"run": (_add_run, _run)}

@@ -1,0 +1,328 @@
+"""Controller: one asyncio process that runs a training run from its first worker to its last file.
+
+It wires the parts together, starts the workers, waits for the first cause that ends the run (success, an
+error, a person) and then ends everything in order: no process, socket or shared-memory block outlives it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import msgspec
+
+from rollart import __version__
+from rollart.config import Config
+from rollart.controller import events
+from rollart.controller.llm_proxy import LLMProxy
+from rollart.controller.metrics import Metrics
+from rollart.controller.progress import Progress
+from rollart.controller.resource_manager import ResourceManager
+from rollart.controller.rollout import Rollout
+from rollart.controller.run_folder import RunFolder
+from rollart.controller.staleness import Bound, Versions
+from rollart.controller.switchboard import Link, LinkState, Switchboard
+from rollart.controller.training_loop import TrainingLoop
+from rollart.controller.trajectory import Reason
+from rollart.controller.transport import Transport
+from rollart.controller.weight_sync import WeightSync
+from rollart.errors import RunError
+from rollart.launch.local import Placement, WorkerExit
+from rollart.protocol import Role, Welcome
+
+__all__ = ["Controller", "Launcher", "Outcome"]
+
+logger = logging.getLogger(__name__)
+
+SHUTDOWN_GRACE_S = 4.0
+GOODBYE_PATIENCE_S = 0.2
+EXIT_PATIENCE_S = 1.0
+STATUS_EVERY_S = 0.5
+
+
+class Outcome(enum.StrEnum):
+    """How a run ended."""
+
+    SUCCESS = "success"
+    INTERRUPTED = "interrupted"
+    ERROR = "error"
+
+
+class Launcher(Protocol):
+    """Starts workers somewhere."""
+
+    async def start(self, placement: Placement) -> None:
+        """Start one worker."""
+
+    async def stop(self, *, grace_s: float) -> None:
+        """End all workers, within about twice ``grace_s``."""
+
+    def kill(self) -> None:
+        """End all workers at once."""
+
+
+class Controller:
+    """One run.
+
+    ``await Controller(...).run()`` in a script of your own does what ``python -m rollart.controller`` does.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        folder: RunFolder,
+        transport: Transport,
+        *,
+        launch: Callable[[Callable[[WorkerExit], None]], Launcher],
+        progress: Progress,
+    ) -> None:
+        """``folder`` is created; ``launch(on_exit)`` makes the launcher of the workers."""
+        self.config = config
+        self.folder = folder
+        self._transport = transport
+        self._launch = launch
+        self._progress = progress
+        self.events = events.EventLog(folder.events)
+        self.versions = Versions()
+        self.loop: TrainingLoop | None = None
+        self._end: asyncio.Future[Outcome]
+        self._joined: asyncio.Event
+        self._failing: asyncio.TimerHandle | None = None
+        self._failing_reason = ""
+
+    async def run(self) -> Outcome:
+        """The whole run; ``RunError`` with the first cause when it fails."""
+        self._wire(asyncio.get_running_loop())
+        outcome, cause = Outcome.ERROR, "the controller failed"
+        main = asyncio.ensure_future(self._main())
+        try:
+            waited: set[asyncio.Future[Any]] = {main, self._end}
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            if self._failing is not None:  # main may have failed too, but the lost worker is the cause
+                await asyncio.wait({self._end})
+            if self._end.done():
+                outcome = self._end.result()
+            else:
+                main.result()
+                outcome = Outcome.SUCCESS
+            cause = ""
+            return outcome
+        except BaseException as error:
+            cause = str(error) or type(error).__name__
+            raise
+        finally:
+            main.cancel()
+            await asyncio.wait({main})
+            await self._shut_down(outcome, cause)
+
+    def interrupt(self) -> None:
+        """End the run in order, as a person's Ctrl-C does; the second call ends the workers at once."""
+        if not self._end.done():
+            self._progress.say("stopping; press Ctrl-C again to stop at once")
+            self._end.set_result(Outcome.INTERRUPTED)
+        else:
+            self._launcher.kill()
+
+    def fail(self, error: BaseException) -> None:
+        """End the run with ``error`` as its cause; the first one counts."""
+        logger.error("the run ends: %s", error, exc_info=error)
+        if not self._end.done():
+            self._end.set_exception(error)
+
+    # --- start ----------------------------------------------------------------------------------------
+
+    def _wire(self, loop: asyncio.AbstractEventLoop) -> None:
+        config, folder = self.config, self.folder
+        self._zero = loop.time()
+        self._end = loop.create_future()
+        self._joined = asyncio.Event()
+        self.metrics = Metrics(self._clock)
+        self.events.listen(self.metrics.listen)
+        self._launcher = self._launch(self._on_exit)
+        bound = Bound(config.rollout.staleness_bound, config.rollout.update_at)
+        self.switchboard = Switchboard(self._transport, self._welcome(), on_change=self._on_link)
+        self.proxy = LLMProxy(self.switchboard, config, lowest_version=lambda: bound.floor(self.versions))
+        self.rollout = Rollout(
+            config,
+            self.switchboard,
+            self.proxy,
+            self.versions,
+            bound,
+            write=self.events.write,
+            clock=self._clock,
+            metrics=self.metrics,
+            on_bug=self.fail,
+        )
+        self.sync = WeightSync(
+            config,
+            self.switchboard,
+            self.proxy,
+            self.versions,
+            write=self.events.write,
+            clock=self._clock,
+            on_serving=self.rollout.review,
+            on_bug=self.fail,
+        )
+        self._bound = bound
+        self.events.write(
+            events.Started(
+                0.0,
+                time.time(),
+                __version__,
+                config.name,
+                bound.alpha,
+                bound.update_at,
+                config.rollout.groups_per_batch,
+            )
+        )
+        self._folder = folder
+
+    def _welcome(self) -> Welcome:
+        config = self.config
+        return Welcome(
+            config=msgspec.msgpack.encode(config),
+            run_dir=str(self.folder.path),
+            model_dir=config.model.path or str(self.folder.model),
+            store_dir=str(self.folder.store),
+            heartbeat_s=config.heartbeat_s,
+            controller_timeout_s=config.heartbeat_timeout_s,
+        )
+
+    async def _main(self) -> None:
+        self.switchboard.start()
+        status = asyncio.ensure_future(self._show_status())
+        try:
+            trainer = await self._start_workers()
+            self.loop = TrainingLoop(
+                self.config,
+                self.folder,
+                self.switchboard,
+                self.rollout,
+                self.sync,
+                self.versions,
+                self._bound,
+                trainer,
+                metrics=self.metrics,
+                progress=self._progress,
+                write=self.events.write,
+                clock=self._clock,
+                on_bug=self.fail,
+            )
+            await self.loop.run()
+        finally:
+            status.cancel()
+
+    async def _start_workers(self) -> Link:
+        """Start all workers and wait until each serves; the trainer's link."""
+        placements = ResourceManager(self.config).placements()
+        self._progress.say(f"starting {len(placements)} workers; run folder {self.folder.path}")
+        for placement in placements:
+            await self._launcher.start(placement)
+        try:
+            async with asyncio.timeout(self.config.start_timeout_s):
+                while missing := self._missing(placements):
+                    self._joined.clear()
+                    await self._joined.wait()
+                (trainer,) = self.switchboard.of(Role.TRAINER)
+                await self.sync.publish(trainer, 0)
+                await self.sync.wait_for_serving(self.config.inference.workers)
+        except TimeoutError:
+            waits = ", ".join(missing) or "the first weights"
+            raise RunError(
+                f"the workers were not ready within start_timeout_s={self.config.start_timeout_s:g}: "
+                f"still waiting for {waits}; see {self.folder.logs}"
+            ) from None
+        for link in self.switchboard.links.values():
+            facts = ", ".join(f"{key} {value}" for key, value in link.facts.items())
+            self._progress.say(f"ready after {self._clock():.0f} s: {link.name} ({facts})")
+        return trainer
+
+    def _missing(self, placements: list[Placement]) -> list[str]:
+        links = self.switchboard.links
+        return [
+            p.name for p in placements if p.name not in links or links[p.name].state is not LinkState.READY
+        ]
+
+    # --- what happens to workers ----------------------------------------------------------------------
+
+    def _on_link(self, link: Link, reason: str) -> None:
+        self.events.write(events.WorkerChanged(self._clock(), link.name, link.role, link.state, reason))
+        self._joined.set()
+        if link.state is LinkState.READY and link.role is Role.INFERENCE:
+            self.sync.join(link)
+        if link.state is not LinkState.GONE or self._end.done():
+            return
+        logger.warning("worker %s is gone: %s", link.name, reason)
+        if link.role is Role.INFERENCE:
+            self.sync.leave(link)
+        if link.role is Role.TRAINER:
+            self._fail_soon(f"the trainer {link.name} is lost: {reason}")
+        elif not any(other.role is link.role for other in self.switchboard.links.values()):
+            self._fail_soon(f"no {link.role} worker is left; the last, {link.name}, is lost: {reason}")
+        else:
+            self._progress.say(f"{link.role} worker {link.name} is lost: {reason}; the others go on")
+
+    def _on_exit(self, exit: WorkerExit) -> None:
+        """A process ended: its link is lost, and its log says why."""
+        if self._end.done():
+            return
+        link = self.switchboard.links.get(exit.placement.name)
+        if link is not None:
+            # Its last message may still be on the way, and knows the reason.
+            asyncio.get_running_loop().call_later(GOODBYE_PATIENCE_S, self.switchboard.lose, link, str(exit))
+        elif self._failing is not None:
+            self._failing.cancel()
+            self.fail(RunError(f"{self._failing_reason}\n{exit}"))
+        elif self.loop is None:
+            self.fail(RunError(str(exit)))
+
+    def _fail_soon(self, reason: str) -> None:
+        """Fail, after a moment in which the lost worker's process may end and tell more."""
+        if self._failing is None:
+            self._failing_reason = reason
+            loop = asyncio.get_running_loop()
+            self._failing = loop.call_later(EXIT_PATIENCE_S, lambda: self.fail(RunError(reason)))
+
+    # --- the end --------------------------------------------------------------------------------------
+
+    async def _shut_down(self, outcome: Outcome, cause: str) -> None:
+        if not self._end.done():
+            self._end.set_result(outcome)
+        self._end.exception()  # it is told by whoever waits for run()
+        if self._failing is not None:
+            self._failing.cancel()
+        self.rollout.close(Reason.SHUTDOWN)
+        await self.rollout.manager.drain()
+        if self.loop is not None:
+            await self.loop.close()
+        await self.sync.close()
+        self.switchboard.shut_down(f"the run ended: {outcome}")
+        await self._launcher.stop(grace_s=SHUTDOWN_GRACE_S)
+        await self.switchboard.close()
+        self.events.write(events.Ended(self._clock(), outcome, cause))
+        self.events.close()
+        self.folder.clean()
+
+    # --- for people -----------------------------------------------------------------------------------
+
+    def _clock(self) -> float:
+        """Seconds since the run began."""
+        return asyncio.get_running_loop().time() - self._zero
+
+    async def _show_status(self) -> None:
+        while True:
+            await asyncio.sleep(STATUS_EVERY_S)
+            self.events.flush()
+            if self.loop is None:
+                waiting = [
+                    link.name for link in self.switchboard.links.values() if link.state is LinkState.JOINING
+                ]
+                self._progress.status(f"{self._clock():.0f} s: waiting for {', '.join(waiting) or 'workers'}")
+            else:
+                doing = self.loop.doing
+                waits = f": {self.rollout.buffer.waiting_for()}" if doing == "get_batch" else ""
+                self._progress.status(f"{doing}{waits}")

@@ -1,0 +1,67 @@
+"""Evaluation: greedy episodes on the held-out split, all with one version of the weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from rollart.config import Task
+from rollart.controller import events
+from rollart.controller.trajectory import State, Trajectory
+from rollart.errors import RunError
+
+__all__ = ["Evaluation"]
+
+
+class Evaluation:
+    """Runs a fixed set of episodes: the same instances each time."""
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        episodes: int,
+        *,
+        start: Callable[[str, int], Trajectory],
+        clock: Callable[[], float],
+    ) -> None:
+        """``start(task, seed)`` dispatches an evaluation trajectory."""
+        self._tasks = tasks
+        self._episodes = episodes
+        self._start = start
+        self._clock = clock
+        self._waiting: set[int] = set()
+        self._all_ended: asyncio.Future[None] | None = None
+
+    @property
+    def running(self) -> int:
+        """Episodes that have not ended."""
+        return len(self._waiting)
+
+    async def run(self, step: int) -> events.Evaluated:
+        """The result of all episodes; ``RunError`` when not one of them finished."""
+        self._all_ended = asyncio.get_running_loop().create_future()
+        started = [self._start(self._tasks[i % len(self._tasks)].name, i) for i in range(self._episodes)]
+        self._waiting = {t.id for t in started if t.state not in (State.SCORED, State.FAILED)}
+        if self._waiting:
+            await self._all_ended
+        scored = [t for t in started if t.state is State.SCORED]
+        if not scored:
+            raise RunError(f"all {len(started)} evaluation episodes failed; the last: {started[-1].detail}")
+        for trajectory in scored:
+            trajectory.move(State.CONSUMED)
+        success = [t.success if t.success is not None else float(t.score >= 1) for t in scored]
+        return events.Evaluated(
+            self._clock(),
+            step,
+            max(t.newest for t in scored),
+            len(scored),
+            len(started) - len(scored),
+            sum(success) / len(scored),
+            sum(t.score for t in scored) / len(scored),
+        )
+
+    def settled(self, trajectory: Trajectory) -> None:
+        """One of the episodes is SCORED or FAILED."""
+        self._waiting.discard(trajectory.id)
+        if not self._waiting and self._all_ended is not None and not self._all_ended.done():
+            self._all_ended.set_result(None)

@@ -1,0 +1,260 @@
+"""The event stream: every transition of a run, in one file that metrics, tests and tools read.
+
+File format, version 1: the line ``RollArt events 1\\n``, then records.  A record is the payload's length and
+its CRC-32 (two little-endian uint32), then the payload, one MessagePack array: the event's type name, then
+its fields in the order of its class here.  Fields are only ever appended to a class.  Times ``t`` are seconds
+since the run began.  A torn last record (a killed writer) ends the stream.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from rollart.protocol import VersionRun
+
+__all__ = [
+    "Dispatched",
+    "Ended",
+    "Evaluated",
+    "Event",
+    "EventLog",
+    "GroupEnded",
+    "Moved",
+    "Published",
+    "Sampled",
+    "Shipped",
+    "Started",
+    "Swapped",
+    "TrainedSample",
+    "TrainedStep",
+    "WorkerChanged",
+    "read_events",
+]
+
+HEADER = b"RollArt events 1\n"
+_RECORD = struct.Struct("<II")
+FLUSH_BYTES = 1 << 16
+
+
+class _Event(msgspec.Struct, array_like=True, tag=True, gc=False):
+    t: float
+
+
+class Started(_Event):
+    """The run began; ``unix_time`` is its zero of ``t``.  ``alpha``, ``update_at`` as configured."""
+
+    unix_time: float
+    rollart: str
+    name: str
+    alpha: int
+    update_at: str
+    groups_per_batch: int
+
+
+class Dispatched(_Event):
+    """A trajectory exists (PENDING)."""
+
+    trajectory: int
+    group: int
+    member: int
+    task: str
+    seed: int
+    kind: str
+
+
+class Moved(_Event):
+    """A trajectory changed state; ``attempt`` is the one it left."""
+
+    trajectory: int
+    attempt: int
+    before: str
+    after: str
+    reason: str
+    detail: str
+    turns: int
+    tokens: int
+
+
+class Sampled(_Event):
+    """The engine's answer of one turn: ``logprobs`` counts them, ``highest`` is the largest (≤ 0)."""
+
+    trajectory: int
+    attempt: int
+    turn: int
+    worker: str
+    routed_version: int
+    """What the worker had acknowledged when the request was sent."""
+    tokens: int
+    logprobs: int
+    highest: float
+    versions: list[VersionRun]
+    finish_reason: str
+    cached_tokens: int
+
+
+class GroupEnded(_Event):
+    """A group left the buffer: shipped, filtered, incomplete or cleared; ``version`` is v (-1: none)."""
+
+    group: int
+    outcome: str
+    members: int
+    version: int
+    started: int
+
+
+class Shipped(_Event):
+    """A batch was formed: its groups' v, the reference they are measured against, and n, m at that time."""
+
+    step: int
+    reference: int
+    n: int
+    m: int
+    groups: list[tuple[int, int]]
+
+
+class TrainedSample(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A trajectory in a train_step: tokens in all, tokens in the loss, and the versions of those."""
+
+    trajectory: int
+    tokens: int
+    sampled: int
+    versions: list[VersionRun]
+
+
+class TrainedStep(_Event):
+    """A train_step on version ``before`` ended; ``after`` equals it when the step was skipped."""
+
+    step: int
+    before: int
+    after: int
+    skipped: str
+    samples: list[TrainedSample]
+
+
+class WorkerChanged(_Event):
+    """A worker joined, became ready, was taken out or left, and why."""
+
+    worker: str
+    role: str
+    state: str
+    reason: str
+
+
+class Published(_Event):
+    """A version is in the weight store; publishing held the trainer for ``blocked_s``."""
+
+    version: int
+    size_bytes: int
+    blocked_s: float
+
+
+class Swapped(_Event):
+    """A worker took new weights: seconds of each phase, the canary's largest difference, requests in flight."""
+
+    worker: str
+    before: int
+    version: int
+    pull_s: float
+    suspend_s: float
+    update_s: float
+    resume_s: float
+    canary_gap: float
+    in_flight: int
+
+
+class Evaluated(_Event):
+    """Greedy episodes on the held-out split, all sampled by ``version``."""
+
+    step: int
+    version: int
+    episodes: int
+    failed: int
+    success: float
+    reward: float
+
+
+class Ended(_Event):
+    """The run is over: ``success``, ``error`` or ``interrupted``, and the first cause."""
+
+    outcome: str
+    reason: str
+
+
+Event = (
+    Started
+    | Dispatched
+    | Moved
+    | Sampled
+    | GroupEnded
+    | Shipped
+    | TrainedStep
+    | WorkerChanged
+    | Published
+    | Swapped
+    | Evaluated
+    | Ended
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
+
+
+class EventLog:
+    """Writes events to a file, and to everyone who listens."""
+
+    def __init__(self, path: Path | None) -> None:
+        """``path`` must not exist yet; ``None`` keeps the events from any file."""
+        self._file: BinaryIO | None = path.open("xb") if path else None
+        self._pending = bytearray(HEADER)
+        self._listeners: list[Callable[[Event], None]] = []
+
+    def listen(self, listener: Callable[[Event], None]) -> None:
+        """Call ``listener`` with every event from now on."""
+        self._listeners.append(listener)
+
+    def write(self, event: Event) -> None:
+        """Record ``event``; it reaches the file by the next ``flush`` at the latest."""
+        for listener in self._listeners:
+            listener(event)
+        if self._file is None:
+            return
+        payload = _encoder.encode(event)
+        self._pending += _RECORD.pack(len(payload), zlib.crc32(payload))
+        self._pending += payload
+        if len(self._pending) >= FLUSH_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Give what is pending to the operating system."""
+        if self._file is not None and self._pending:
+            self._file.write(self._pending)
+            self._file.flush()
+            self._pending.clear()
+
+    def close(self) -> None:
+        """Flush and close."""
+        self.flush()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def read_events(path: Path) -> Iterator[Event]:
+    """The events of a run folder's ``events`` file; ``ValueError`` when it is none or a record is damaged."""
+    with path.open("rb") as file:
+        if file.read(len(HEADER)) != HEADER:
+            raise ValueError(f"{path} is no RollArt event stream of version 1")
+        while len(head := file.read(_RECORD.size)) == _RECORD.size:
+            length, checksum = _RECORD.unpack(head)
+            payload = file.read(length)
+            if len(payload) < length:
+                return
+            if zlib.crc32(payload) != checksum:
+                raise ValueError(f"{path}: a record before byte {file.tell()} is damaged")
+            yield _decoder.decode(payload)

@@ -1,0 +1,207 @@
+"""LLMProxy: puts each generation request, trajectory by trajectory, on an inference worker.
+
+A request goes only to a worker that is open and has acknowledged a version inside the staleness bound, and
+never to one below its trajectory's newest token (I7).  A worker is closed from the moment it is told to
+suspend until its new weights are verified.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from rollart.config import Config
+from rollart.controller.routing import Candidate, choose
+from rollart.controller.switchboard import CallError, Link, Switchboard
+from rollart.controller.trajectory import Kind, Trajectory
+from rollart.packing import ID_BYTES, pack_ids, unpack_floats
+from rollart.protocol import FailureKind, Generate, Generated
+
+__all__ = ["Answer", "Engine", "LLMProxy"]
+
+
+class Engine:
+    """What the proxy knows of an inference worker."""
+
+    __slots__ = ("candidate", "link", "open", "requests")
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.open = False
+        """Requests may be sent."""
+        self.requests = 0
+        self.candidate = Candidate(link.name, -1, 0)
+
+    @property
+    def version(self) -> int:
+        """What it has acknowledged; -1 before its first weights."""
+        return self.candidate.version
+
+
+class Answer:
+    """One turn's answer, checked, and where it came from."""
+
+    __slots__ = ("generated", "highest_logprob", "routed_version", "worker")
+
+    def __init__(
+        self, generated: Generated, worker: str, routed_version: int, highest_logprob: float
+    ) -> None:
+        self.generated = generated
+        self.worker = worker
+        self.routed_version = routed_version
+        self.highest_logprob = highest_logprob
+
+
+class LLMProxy:
+    """The inference workers of a run, as one."""
+
+    def __init__(
+        self, switchboard: Switchboard, config: Config, *, lowest_version: Callable[[], int]
+    ) -> None:
+        """``lowest_version()`` is what the staleness bound still admits."""
+        self.engines: dict[str, Engine] = {}
+        self.sampled_tokens = 0
+        self.refused_answers = 0
+        self._switchboard = switchboard
+        self._inference = config.inference
+        self._sampling = config.sampling
+        self._retries = config.rollout.retries
+        self._allowed = pack_ids(t for t in config.sampling.allowed_token_ids if isinstance(t, int))
+        self._stops = pack_ids(t for t in config.sampling.stop_token_ids if isinstance(t, int))
+        self._lowest_version = lowest_version
+        self._previous: dict[int, str] = {}
+        self._changed: asyncio.Future[None] | None = None
+        self.waiting = 0
+        """Requests that wait for a worker they may use."""
+
+    # --- the workers ----------------------------------------------------------------------------------
+
+    def add(self, link: Link) -> Engine:
+        """A worker joined; it stays closed until it has weights."""
+        engine = self.engines[link.name] = Engine(link)
+        return engine
+
+    def remove(self, name: str) -> None:
+        """A worker is lost or taken out."""
+        self.engines.pop(name, None)
+        self.changed()
+
+    def open(self, engine: Engine, version: int) -> None:
+        """The worker serves ``version``, verified."""
+        engine.candidate.version = version
+        engine.open = True
+        self.changed()
+
+    def close(self, engine: Engine) -> None:
+        """No request may be sent to the worker from now on."""
+        engine.open = False
+
+    def changed(self) -> None:
+        """Something that routing depends on changed: waiting requests look again."""
+        if self._changed is not None and not self._changed.done():
+            self._changed.set_result(None)
+        self._changed = None
+
+    # --- requests -------------------------------------------------------------------------------------
+
+    async def generate(self, trajectory: Trajectory) -> Answer:
+        """The answer to the trajectory's next turn.
+
+        Infrastructure failures are tried again, elsewhere if there is an elsewhere; ``CallError`` when that
+        is of no use.
+        """
+        avoid: str | None = None
+        for tries_left in range(self._retries, -1, -1):
+            engine = await self._route(trajectory, avoid)
+            try:
+                return await self._ask(engine, trajectory)
+            except CallError as error:
+                if not error.retry or not tries_left:
+                    raise
+                avoid = engine.link.name
+        raise AssertionError("unreachable")
+
+    def forget(self, trajectory: Trajectory) -> None:
+        """The trajectory needs no more answers."""
+        self._previous.pop(trajectory.id, None)
+
+    async def _route(self, trajectory: Trajectory, avoid: str | None) -> Engine:
+        while True:
+            usable = [e.candidate for e in self.engines.values() if e.open]
+            elsewhere = [c for c in usable if c.name != avoid]
+            name = choose(
+                elsewhere or usable,
+                lowest_version=max(trajectory.newest, self._lowest(trajectory)),
+                previous=self._previous.get(trajectory.id),
+                prompt_tokens=trajectory.tokens,
+            )
+            if name is not None:
+                return self.engines[name]
+            if self._changed is None:
+                self._changed = asyncio.get_running_loop().create_future()
+            self.waiting += 1
+            try:
+                await asyncio.shield(self._changed)
+            finally:
+                self.waiting -= 1
+
+    def _lowest(self, trajectory: Trajectory) -> int:
+        """An evaluation is never trained on, so it is not bound by staleness."""
+        return 0 if trajectory.kind is Kind.EVAL else self._lowest_version()
+
+    async def _ask(self, engine: Engine, trajectory: Trajectory) -> Answer:
+        version, link = engine.version, engine.link
+        max_tokens = min(trajectory.limits.max_tokens, trajectory.room)
+        load = trajectory.tokens + max_tokens
+        greedy = trajectory.kind is Kind.EVAL
+        seq = self._switchboard.next_seq()
+        request = Generate(
+            seq=seq,
+            request_id=f"{trajectory.session}.{trajectory.turns}.{seq}",
+            prompt=bytes(trajectory.ids),
+            max_tokens=max_tokens,
+            temperature=0.0 if greedy else self._sampling.temperature,
+            allowed_token_ids=self._allowed,
+            stop_token_ids=self._stops,
+            ignore_eos=self._sampling.ignore_eos,
+            seed=None,
+        )
+        self._previous[trajectory.id] = link.name
+        engine.requests += 1
+        engine.candidate.tokens += load
+        try:
+            generated = await self._switchboard.call(
+                link, request, Generated, timeout_s=self._inference.generate_timeout_s
+            )
+        finally:
+            engine.requests -= 1
+            engine.candidate.tokens -= load
+        highest = self._check(generated, link, max_tokens, version, greedy=greedy)
+        self.sampled_tokens += len(generated.ids) // ID_BYTES
+        return Answer(generated, link.name, version, highest)
+
+    def _check(
+        self, generated: Generated, link: Link, max_tokens: int, routed: int, *, greedy: bool
+    ) -> float:
+        """The largest log-probability; ``CallError`` for an answer that can't be true."""
+        count, rest = divmod(len(generated.ids), ID_BYTES)
+        logprobs = unpack_floats(generated.logprobs)
+        wrong = ""
+        if rest or not 1 <= count <= max_tokens:
+            wrong = f"{len(generated.ids)} bytes of ids for 1 to {max_tokens} tokens"
+        elif len(logprobs) != (0 if greedy else count):
+            wrong = f"{len(logprobs)} log-probabilities for {count} tokens"
+        elif not all(-1e30 < value <= 0 for value in logprobs):
+            wrong = "a log-probability that is not finite and ≤ 0"
+        elif sum(run.count for run in generated.versions) != count or any(
+            r.count < 1 for r in generated.versions
+        ):
+            wrong = f"version runs {generated.versions} for {count} tokens"
+        elif generated.versions[0].version < routed:
+            wrong = (
+                f"tokens of version {generated.versions[0].version} from a worker that acknowledged {routed}"
+            )
+        if wrong:
+            self.refused_answers += 1
+            raise CallError(FailureKind.INFRASTRUCTURE, f"{link.name} answered with {wrong}")
+        return max(logprobs, default=0.0)

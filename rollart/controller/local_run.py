@@ -1,0 +1,74 @@
+"""A whole run on this machine: the controller in this process, its workers as processes beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import Callable, Iterator
+from typing import TextIO
+
+from rollart.config import Config
+from rollart.controller.controller import Controller, Outcome
+from rollart.controller.progress import Progress
+from rollart.controller.run_folder import RunFolder
+from rollart.controller.transport import ZmqTransport
+from rollart.launch.local import LocalLauncher, WorkerExit
+from rollart.random_model import write_model_folder
+
+__all__ = ["run_locally"]
+
+
+async def run_locally(config: Config, folder: RunFolder, *, stream: TextIO) -> Outcome:
+    """Run ``config`` in ``folder``, with progress on ``stream``; SIGINT and SIGTERM end it in order.
+
+    ``RunError`` with the first cause when the run fails, ``ConfigError`` when the folder can't be made.
+    """
+    folder.create(config)
+    try:
+        if config.model.random is not None:
+            write_model_folder(config.model.random, folder.model)
+        transport = ZmqTransport()
+        transport.peer_file.write(folder.key_file)
+        with _logging_to(folder):
+            controller = Controller(
+                config, folder, transport, launch=_launch_in(folder), progress=Progress(stream, config.steps)
+            )
+            with _signals(controller.interrupt):
+                return await controller.run()
+    finally:
+        folder.clean()
+
+
+def _launch_in(folder: RunFolder) -> Callable[[Callable[[WorkerExit], None]], LocalLauncher]:
+    return lambda on_exit: LocalLauncher(folder.key_file, folder.logs, on_exit=on_exit)
+
+
+@contextlib.contextmanager
+def _signals(interrupt: Callable[[], None]) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    signals = (signal.SIGINT, signal.SIGTERM)
+    for signum in signals:
+        loop.add_signal_handler(signum, interrupt)
+    try:
+        yield
+    finally:
+        for signum in signals:
+            loop.remove_signal_handler(signum)
+
+
+@contextlib.contextmanager
+def _logging_to(folder: RunFolder) -> Iterator[None]:
+    """The controller's log goes to a file of the run folder."""
+    handler = logging.FileHandler(folder.logs / "controller.log")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger("rollart")
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    root.propagate = False
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        handler.close()

@@ -1,0 +1,138 @@
+"""What a run measures, folded from its events into one object a step.
+
+Counts are of the time since the step before; a distribution is given as mean and max.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TextIO
+
+import msgspec
+
+from rollart.controller import events
+from rollart.controller.sample_buffer import Group
+from rollart.controller.staleness import Bound, Versions
+from rollart.controller.trajectory import Kind, Reason, State, Trajectory
+
+__all__ = ["Metrics", "MetricsFile", "batch_metrics"]
+
+Row = dict[str, float | int | str]
+
+
+class Metrics:
+    """Counters over the current step, and the live trajectories by state."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.live: Counter[str] = Counter()
+        """Trajectories in each state that is no end, of training and evaluation."""
+        self.ended: Counter[str] = Counter()
+        """Ends since the run began: ``consumed``, ``aborted_REASON``, ``failed_REASON``."""
+        self.updates_spanned = 0
+        self._clock = clock
+        self._step: Counter[str] = Counter()
+        self._swaps: list[events.Swapped] = []
+        self._started = clock()
+
+    def dispatched(self, trajectory: Trajectory) -> None:
+        """A trajectory exists."""
+        self.live[trajectory.state] += 1
+        if trajectory.kind is Kind.TRAIN:
+            self._step["trajectories_started"] += 1
+
+    def moved(self, trajectory: Trajectory, before: State, reason: Reason) -> None:
+        """A trajectory changed state."""
+        self.live[before] -= 1
+        state = trajectory.state
+        if not state.ended:
+            self.live[state] += 1
+            if state is State.PENDING:
+                self._step["trajectories_retried"] += 1
+        elif trajectory.kind is Kind.TRAIN:
+            end = state.value if state is State.CONSUMED else f"{state}_{reason}"
+            self._step[end] += 1
+            self.ended[end] += 1
+            if state is not State.CONSUMED:
+                self._step["tokens_discarded"] += trajectory.sampled
+
+    def listen(self, event: events.Event) -> None:
+        """An event of the stream."""
+        match event:
+            case events.Sampled():
+                self._step["tokens_sampled"] += event.tokens
+                self._step["turns"] += 1
+                self._step["prefix_hit_tokens"] += event.cached_tokens
+                if len(event.versions) > 1:
+                    self._step["generations_spanning_updates"] += 1
+                    self.updates_spanned += 1
+            case events.Swapped():
+                self._swaps.append(event)
+            case events.GroupEnded(outcome="filtered"):
+                self._step["groups_filtered"] += 1
+            case events.GroupEnded(outcome="incomplete"):
+                self._step["groups_incomplete"] += 1
+            case _:
+                pass
+
+    def take_step(self) -> Row:
+        """The counts since the last call, with rates; a new step begins."""
+        now = self._clock()
+        seconds = max(now - self._started, 1e-9)
+        step, swaps = self._step, self._swaps
+        self._step, self._swaps, self._started = Counter(), [], now
+        row: Row = {
+            "step_seconds": round(seconds, 4),
+            "tokens_per_second": round(step["tokens_sampled"] / seconds, 1),
+            "members_cut": step[f"{State.ABORTED}_{Reason.REDUNDANT}"],
+            "generations_spanning_updates": step["generations_spanning_updates"],
+        }
+        row.update((name, step[name]) for name in sorted(step) if name not in row)
+        if swaps:
+            row["weight_pull_seconds"] = round(max(s.pull_s for s in swaps), 4)
+            row["weight_pause_seconds"] = round(max(s.suspend_s + s.update_s + s.resume_s for s in swaps), 4)
+            row["canary_gap_max"] = max(s.canary_gap for s in swaps)
+        return row
+
+
+def batch_metrics(groups: Sequence[Group], bound: Bound, versions: Versions) -> Row:
+    """Rewards and ages of a batch that is formed now; the ages must be taken before the step."""
+    members = [t for group in groups for t in group.scored]
+    ages = [bound.staleness(group.version or 0, versions) for group in groups]
+    lags = [(versions.n - run.version, run.count) for t in members for run in t.versions]
+    tokens = sum(count for _, count in lags)
+    return {
+        "reward_mean": sum(t.score for t in members) / len(members),
+        "success_rate": sum(_succeeded(t) for t in members) / len(members),
+        "turns_mean": sum(t.turns for t in members) / len(members),
+        "staleness_mean": sum(ages) / len(ages),
+        "staleness_max": max(ages),
+        "train_lag_mean": sum(lag * count for lag, count in lags) / tokens,
+        "train_lag_max": max(lag for lag, _ in lags),
+        "trajectories": len(members),
+        "trajectories_of_several_versions": sum(len(t.versions) > 1 for t in members),
+        "truncated": sum(bool(t.truncated) for t in members),
+        "groups_short": sum(len(g.scored) < max(len(h.scored) for h in groups) for g in groups),
+    }
+
+
+def _succeeded(trajectory: Trajectory) -> float:
+    """What the environment calls success; a reward of at least 1 where it doesn't say."""
+    return trajectory.success if trajectory.success is not None else float(trajectory.score >= 1)
+
+
+class MetricsFile:
+    """``metrics.jsonl``: one JSON object a step."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: TextIO = path.open("x")
+
+    def write(self, row: Row) -> None:
+        """Append ``row``; it is in the file when this returns."""
+        self._file.write(msgspec.json.encode(row).decode() + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

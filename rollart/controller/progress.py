@@ -1,0 +1,78 @@
+"""What a person at the terminal sees while a run goes on."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from typing import TextIO
+
+__all__ = ["Progress"]
+
+RECENT = 20
+
+
+class Progress:
+    """One line a step; on a terminal also a line that is renewed in place."""
+
+    def __init__(self, stream: TextIO, steps: int) -> None:
+        self._stream = stream
+        self._steps = steps
+        self._live = stream.isatty()
+        self._shown = 0
+        self._success: deque[float] = deque(maxlen=RECENT)
+        self._seconds: deque[float] = deque(maxlen=RECENT)
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self._stream.write(f"\r{text:<{self._shown}}\n" if self._shown else f"{text}\n")
+        self._stream.flush()
+        self._shown = 0
+
+    def step(self, row: Mapping[str, float | int | str], live: Mapping[str, int]) -> None:
+        """A step is done; ``row`` is its metrics."""
+        number = int(row["step"]) + 1
+        self._success.append(float(row["success_rate"]))
+        self._seconds.append(float(row["step_seconds"]))
+        evaluated = f" eval {float(row['eval_success']):.2f}" if "eval_success" in row else ""
+        self.say(
+            f"step {number:>{len(str(self._steps))}}/{self._steps}"
+            f" reward {float(row['reward_mean']):.3f}"
+            f" success {float(row['success_rate']):.2f} (last {len(self._success)}: {mean(self._success):.2f})"
+            f"{evaluated}"
+            f" staleness {row['staleness_max']} lag {row['train_lag_max']}"
+            f" gap {float(row['logprob_gap_mean']):.1e}"
+            f" {float(row['tokens_per_second']):,.0f} tok/s"
+            f" {float(row['step_seconds']):.2f} s"
+            f" [{in_states(live)}]"
+            f" left {duration(mean(self._seconds) * (self._steps - number))}"
+        )
+
+    def status(self, text: str) -> None:
+        """What goes on right now; shown on a terminal only, until the next line."""
+        if self._live:
+            text = text[:150]
+            self._stream.write(f"\r{text:<{self._shown}}")
+            self._stream.flush()
+            self._shown = len(text)
+
+
+def in_states(live: Mapping[str, int]) -> str:
+    """Trajectories by state, in short."""
+    return " ".join(f"{state} {count}" for state, count in live.items() if count) or "none in flight"
+
+
+def mean(values: deque[float]) -> float:
+    """0 for none."""
+    return sum(values) / len(values) if values else 0.0
+
+
+def duration(seconds: float) -> str:
+    """As a person says it."""
+    if not math.isfinite(seconds):
+        return "unknown"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return (
+        f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
+    )

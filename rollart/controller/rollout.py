@@ -1,0 +1,244 @@
+"""Rollout: every trajectory of a run, from its dispatch to its end, and the batches made of them.
+
+Joins the pure parts (trajectory, buffer, bound) with the coroutines that do the I/O, and tells the event
+stream of each transition.  Whatever may change what is admissible ends in ``review``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from rollart.config import Config, MixedVersions
+from rollart.controller import events
+from rollart.controller.env_manager import EnvManager
+from rollart.controller.evaluation import Evaluation
+from rollart.controller.llm_proxy import Answer, LLMProxy
+from rollart.controller.metrics import Metrics
+from rollart.controller.rewards import RewardClient
+from rollart.controller.sample_buffer import Group, GroupPolicy, Orders, SampleBuffer
+from rollart.controller.staleness import Bound, Versions
+from rollart.controller.switchboard import Switchboard
+from rollart.controller.task_source import TaskSource
+from rollart.controller.trajectory import Kind, Limits, Reason, State, Trajectory
+from rollart.packing import ID_BYTES
+
+__all__ = ["Rollout"]
+
+EVAL_GROUP = -1
+
+
+class Rollout:
+    """The rollout side of a run."""
+
+    def __init__(
+        self,
+        config: Config,
+        switchboard: Switchboard,
+        proxy: LLMProxy,
+        versions: Versions,
+        bound: Bound,
+        *,
+        write: Callable[[events.Event], None],
+        clock: Callable[[], float],
+        metrics: Metrics,
+        on_bug: Callable[[BaseException], None],
+    ) -> None:
+        self._config = config
+        self._bound = bound
+        self._versions = versions
+        self._write = write
+        self._clock = clock
+        self._metrics = metrics
+        self._on_bug = on_bug
+        self._next_id = 0
+        self._admitting = False
+        self._batch_wanted: asyncio.Future[list[Group]] | None = None
+        self._eval: dict[int, Trajectory] = {}
+        source = TaskSource(config.tasks, config.seed)
+        self.buffer = SampleBuffer(
+            _policy(config),
+            bound,
+            versions,
+            draw_task=source.draw,
+            make=self._make_train,
+            on_group_end=self._group_ended,
+        )
+        self.manager = EnvManager(
+            config,
+            switchboard,
+            proxy,
+            RewardClient(),
+            on_sampled=self._sampled,
+            on_settled=self._settled,
+            on_bug=on_bug,
+        )
+        self.evaluation = Evaluation(
+            config.tasks, config.evaluation.episodes, start=self._start_eval, clock=clock
+        )
+
+    # --- the batch ------------------------------------------------------------------------------------
+
+    def admit(self) -> None:
+        """Begin to fill the buffer."""
+        self._admitting = True
+        self.review()
+
+    async def get_batch(self) -> list[Group]:
+        """The next batch's groups, as soon as they are complete; nothing else may take one meanwhile."""
+        self._batch_wanted = asyncio.get_running_loop().create_future()
+        self._offer_batch()
+        return await self._batch_wanted
+
+    def review(self) -> None:
+        """The versions changed, or a group left: abort what is too old, admit what fits, offer a batch."""
+        orders = self.buffer.sweep()
+        if self._admitting:
+            orders.add(self.buffer.admit())
+        self._carry_out(orders)
+        self._offer_batch()
+
+    def _offer_batch(self) -> None:
+        if self._batch_wanted is None or self._batch_wanted.done():
+            return
+        groups = self.buffer.take_batch()
+        if groups is not None:
+            self._batch_wanted.set_result(groups)
+
+    def close(self, reason: Reason) -> None:
+        """Stop admitting and end every trajectory."""
+        self._admitting = False
+        self._carry_out(self.buffer.clear(reason))
+        for trajectory in list(self._eval.values()):
+            if not trajectory.state.ended:
+                trajectory.abort(reason)
+                self.manager.stop(trajectory)
+
+    # --- trajectories ---------------------------------------------------------------------------------
+
+    def _make_train(self, *, group: int, member: int, task: str, seed: int) -> Trajectory:
+        return self._make(Kind.TRAIN, group, member, task, seed)
+
+    def _start_eval(self, task: str, seed: int) -> Trajectory:
+        trajectory = self._make(Kind.EVAL, EVAL_GROUP, len(self._eval), task, seed)
+        self._eval[trajectory.id] = trajectory
+        self.manager.start(trajectory)
+        return trajectory
+
+    def _make(self, kind: Kind, group: int, member: int, task: str, seed: int) -> Trajectory:
+        config = self._config
+        limits = Limits(
+            max_turns=config.task(task).max_turns,
+            max_tokens=config.sampling.max_tokens,
+            context_tokens=config.inference.max_model_len,
+            retries=config.rollout.retries,
+        )
+        trajectory = Trajectory(
+            id=self._next_id,
+            group=group,
+            member=member,
+            task=task,
+            seed=seed,
+            kind=kind,
+            limits=limits,
+            observer=self._moved,
+        )
+        self._next_id += 1
+        self._metrics.dispatched(trajectory)
+        self._write(events.Dispatched(self._clock(), trajectory.id, group, member, task, seed, kind))
+        return trajectory
+
+    def _carry_out(self, orders: Orders) -> None:
+        for trajectory, _ in orders.abort:
+            self.manager.stop(trajectory)
+        for trajectory in orders.start:
+            if not trajectory.state.ended:
+                self.manager.start(trajectory)
+
+    # --- what is heard of them ------------------------------------------------------------------------
+
+    def _moved(self, trajectory: Trajectory, before: State, reason: Reason) -> None:
+        self._metrics.moved(trajectory, before, reason)
+        detail = trajectory.detail if trajectory.state in (State.FAILED, State.PENDING) else ""
+        self._write(
+            events.Moved(
+                self._clock(),
+                trajectory.id,
+                trajectory.attempt,
+                before,
+                trajectory.state,
+                reason,
+                detail,
+                trajectory.turns,
+                trajectory.tokens,
+            )
+        )
+        if trajectory.state.ended and trajectory.kind is Kind.EVAL:
+            self._eval.pop(trajectory.id, None)
+
+    def _sampled(self, trajectory: Trajectory, answer: Answer) -> None:
+        generated = answer.generated
+        count = len(generated.ids) // ID_BYTES
+        self._write(
+            events.Sampled(
+                self._clock(),
+                trajectory.id,
+                trajectory.attempt,
+                trajectory.turns - 1,
+                answer.worker,
+                answer.routed_version,
+                count,
+                len(generated.logprobs) // ID_BYTES,
+                answer.highest_logprob,
+                generated.versions,
+                generated.finish_reason,
+                generated.cached_tokens,
+            )
+        )
+        if trajectory.kind is Kind.EVAL:
+            return
+        if (trajectory.oldest or 0) < self._bound.floor(self._versions):
+            self._abort(trajectory, Reason.STALE)
+        elif self._config.rollout.mixed_versions is MixedVersions.DROP and len(trajectory.versions) > 1:
+            self._abort(trajectory, Reason.MIXED_VERSIONS)
+
+    def _abort(self, trajectory: Trajectory, reason: Reason) -> None:
+        trajectory.abort(reason)
+        self._settled(trajectory)
+
+    def _settled(self, trajectory: Trajectory) -> None:
+        if trajectory.kind is Kind.EVAL:
+            self.evaluation.settled(trajectory)
+            return
+        self._carry_out(self.buffer.settled(trajectory))
+        if self._admitting:
+            self._carry_out(self.buffer.admit())
+        self._offer_batch()
+
+    def _group_ended(self, group: Group, outcome: str) -> None:
+        version = group.version
+        self._write(
+            events.GroupEnded(
+                self._clock(),
+                group.id,
+                outcome,
+                len(group.scored),
+                -1 if version is None else version,
+                group.dispatched,
+            )
+        )
+
+
+def _policy(config: Config) -> GroupPolicy:
+    rollout = config.rollout
+    return GroupPolicy(
+        per_batch=rollout.groups_per_batch,
+        size=rollout.group_size,
+        smallest=rollout.smallest_group,
+        redundant_groups=rollout.redundant_groups,
+        redundant_members=rollout.redundant_members,
+        refills=rollout.member_refills,
+        filter_groups=rollout.filter_groups,
+        max_filtered=rollout.max_filtered_groups or 256,
+        max_failed=rollout.max_failed_groups,
+    )

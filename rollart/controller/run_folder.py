@@ -1,0 +1,104 @@
+"""The folder a run leaves, and the shared-memory folder that it does not.
+
+``runs/NAME/``: ``config.yaml`` (as resolved), ``metrics.jsonl``, ``events``, ``weights/`` (a Hugging Face
+folder), ``checkpoints/``, ``model/`` (a random model's shape and tokenizer), ``logs/``, and, while the run
+lasts, ``private/`` (addresses and keys).  All of it is readable by its owner only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+import msgspec
+import yaml
+
+from rollart.config import Config
+from rollart.errors import ConfigError
+
+__all__ = ["RunFolder"]
+
+SHARED_MEMORY = Path("/dev/shm")
+STORE_PREFIX = "rollart-"
+
+
+class RunFolder:
+    """Paths of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"
+        self.metrics = path / "metrics.jsonl"
+        self.events = path / "events"
+        self.weights = path / "weights"
+        self.checkpoints = path / "checkpoints"
+        self.model = path / "model"
+        self.logs = path / "logs"
+        self.private = path / "private"
+        self.key_file = self.private / "peer.json"
+        self.store: Path | None = None
+
+    @classmethod
+    def choose(cls, config: Config) -> RunFolder:
+        """The folder that ``config`` asks for: ``run_dir``, which must be new or empty, or the first free one
+        of ``runs/NAME``, ``runs/NAME-2``, …"""
+        if config.run_dir is not None:
+            path = Path(config.run_dir)
+            if path.exists() and (not path.is_dir() or any(path.iterdir())):
+                raise ConfigError(f"run_dir: {path} exists already and isn't an empty folder; name another")
+            return cls(path.absolute())
+        base, number = Path("runs") / config.name, 1
+        path = base
+        while path.exists():
+            number += 1
+            path = base.with_name(f"{config.name}-{number}")
+        return cls(path.absolute())
+
+    def create(self, config: Config) -> None:
+        """Make the folders and write the resolved config; ``ConfigError`` when the place isn't writable."""
+        try:
+            for folder in (self.path, self.logs, self.private, self.checkpoints):
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"run_dir: can't create {error.filename}: {error.strerror}") from None
+        self.config.write_text(to_yaml(config))
+        self.store = _make_store(self.path)
+
+    def keep_checkpoints(self, count: int) -> None:
+        """Remove all but the newest ``count`` checkpoints."""
+        for path in sorted(self.checkpoints.glob("step-*"))[:-count]:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def clean(self) -> None:
+        """Remove what only a running run needs."""
+        shutil.rmtree(self.private, ignore_errors=True)
+        if self.store is not None:
+            shutil.rmtree(self.store, ignore_errors=True)
+
+
+def to_yaml(config: Config) -> str:
+    """The config as YAML, which loads to an equal config."""
+    return yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False, allow_unicode=True)
+
+
+def _make_store(run: Path) -> Path:
+    """A private folder in shared memory, or in the run folder where the system has none."""
+    if not SHARED_MEMORY.is_dir():
+        store = run / "store"
+        store.mkdir(mode=0o700)
+        return store
+    _remove_orphans()
+    return Path(tempfile.mkdtemp(prefix=f"{STORE_PREFIX}{os.getpid()}-", dir=SHARED_MEMORY))
+
+
+def _remove_orphans() -> None:
+    """Remove the stores of this user's controllers that were killed."""
+    for folder in SHARED_MEMORY.glob(f"{STORE_PREFIX}*"):
+        match = re.fullmatch(rf"{STORE_PREFIX}(\d+)-\w+", folder.name)
+        with contextlib.suppress(OSError):
+            if match and folder.stat().st_uid == os.getuid() and not Path(f"/proc/{match[1]}").exists():
+                shutil.rmtree(folder)

@@ -1,0 +1,276 @@
+"""SampleBuffer: groups from their admission to their batch.  Plain data in, orders out; no I/O, no clock.
+
+It decides how many groups may be open, when a group closes, what is aborted and what is started in its
+place, and which groups form a batch.  The controller carries out the ``Orders``.  Invariants:
+
+* admission counts groups, and one reservation covers a group's extra members and refills;
+* a group leaves exactly once: shipped, filtered or ended without a sample;
+* whatever can't make the next batch under the staleness bound is aborted in whatever stage it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from rollart.controller.staleness import Bound, Versions
+from rollart.controller.trajectory import Reason, State, Trajectory
+from rollart.errors import RunError
+
+__all__ = ["Group", "GroupPolicy", "Orders", "SampleBuffer"]
+
+
+class GroupPolicy(msgspec.Struct, frozen=True):
+    """How groups form and close; the fields are those of ``config.Rollout``."""
+
+    per_batch: int
+    size: int
+    smallest: int
+    redundant_groups: int
+    redundant_members: int
+    refills: int
+    filter_groups: bool
+    max_filtered: int
+    max_failed: int
+
+
+class Orders(msgspec.Struct):
+    """What the controller has to carry out, in this order."""
+
+    abort: list[tuple[Trajectory, Reason]] = msgspec.field(default_factory=list)
+    """In flight: their owners are to be stopped.  They are ABORTED already."""
+    start: list[Trajectory] = msgspec.field(default_factory=list)
+    """New, PENDING: each wants an owner."""
+
+    def add(self, other: Orders) -> None:
+        """Append ``other``'s."""
+        self.abort += other.abort
+        self.start += other.start
+
+
+class Group:
+    """Trajectories of one task instance."""
+
+    __slots__ = (
+        "complete",
+        "dispatched",
+        "filed",
+        "id",
+        "in_flight",
+        "refills_left",
+        "scored",
+        "seed",
+        "task",
+    )
+
+    def __init__(self, id: int, task: str, seed: int, refills: int) -> None:
+        self.id = id
+        self.task = task
+        self.seed = seed
+        self.in_flight: dict[int, Trajectory] = {}
+        self.scored: list[Trajectory] = []
+        self.refills_left = refills
+        self.dispatched = 0
+        self.complete = False
+        self.filed = 0
+        """When it became complete, as a count; breaks ties."""
+
+    @property
+    def version(self) -> int | None:
+        """v: the lowest version among the scored members' tokens."""
+        return min((t.oldest for t in self.scored if t.oldest is not None), default=None)
+
+
+class MakeTrajectory(Protocol):
+    """Makes a PENDING trajectory of a group."""
+
+    def __call__(self, *, group: int, member: int, task: str, seed: int) -> Trajectory:
+        """A trajectory with an id of its own."""
+
+
+class SampleBuffer:
+    """The groups of a run that are open: in flight or complete and waiting for a batch."""
+
+    def __init__(
+        self,
+        policy: GroupPolicy,
+        bound: Bound,
+        versions: Versions,
+        *,
+        draw_task: Callable[[], tuple[str, int]],
+        make: MakeTrajectory,
+        on_group_end: Callable[[Group, str], None],
+    ) -> None:
+        """``draw_task`` gives the next task instance (name, seed); ``on_group_end`` hears how a group left."""
+        self.policy = policy
+        self.bound = bound
+        self.versions = versions
+        self.groups: dict[int, Group] = {}
+        self.filtered_in_a_row = 0
+        self.failed_in_a_row = 0
+        self.last_failure = ""
+        self._draw_task = draw_task
+        self._make = make
+        self._on_group_end = on_group_end
+        self._next_group = 0
+        self._filed = 0
+
+    # --- admission ------------------------------------------------------------------------------------
+
+    @property
+    def capacity(self) -> int:
+        """Groups that may be open now."""
+        return self.bound.open_groups(
+            self.versions, per_batch=self.policy.per_batch, redundant=self.policy.redundant_groups
+        )
+
+    def admit(self) -> Orders:
+        """Open as many groups as the bound allows now."""
+        orders = Orders()
+        for _ in range(self.capacity - len(self.groups)):
+            task, seed = self._draw_task()
+            group = Group(self._next_group, task, seed, self.policy.refills)
+            self._next_group += 1
+            self.groups[group.id] = group
+            for _ in range(self.policy.size + self.policy.redundant_members):
+                orders.start.append(self._start_member(group))
+        return orders
+
+    def _start_member(self, group: Group) -> Trajectory:
+        trajectory = self._make(group=group.id, member=group.dispatched, task=group.task, seed=group.seed)
+        group.dispatched += 1
+        group.in_flight[trajectory.id] = trajectory
+        return trajectory
+
+    # --- what happens to members ----------------------------------------------------------------------
+
+    def settled(self, trajectory: Trajectory) -> Orders:
+        """``trajectory`` of this buffer became SCORED, ABORTED or FAILED by itself."""
+        group = self.groups.get(trajectory.group)
+        if group is None or group.in_flight.pop(trajectory.id, None) is None:
+            return Orders()
+        if trajectory.state is State.SCORED:
+            group.scored.append(trajectory)
+        else:
+            self.last_failure = f"{trajectory.task}: {trajectory.detail}" if trajectory.detail else ""
+        return self._review(group)
+
+    def sweep(self) -> Orders:
+        """Abort, in whatever stage, every trajectory that the bound bars from the next batch."""
+        floor = self.bound.floor(self.versions)
+        orders = Orders()
+        for group in list(self.groups.values()):
+            stale = [
+                t
+                for t in (*group.in_flight.values(), *group.scored)
+                if t.oldest is not None and t.oldest < floor
+            ]
+            for trajectory in stale:
+                self._abort(group, trajectory, Reason.STALE, orders)
+            if stale:
+                orders.add(self._review(group))
+        return orders
+
+    def _abort(self, group: Group, trajectory: Trajectory, reason: Reason, orders: Orders) -> None:
+        if group.in_flight.pop(trajectory.id, None) is not None:
+            orders.abort.append((trajectory, reason))
+        else:
+            group.scored.remove(trajectory)
+        trajectory.abort(reason)
+
+    def _review(self, group: Group) -> Orders:
+        """Close the group, refill it, or wait."""
+        orders = Orders()
+        group.complete = False
+        policy = self.policy
+        while len(group.scored) + len(group.in_flight) < policy.size and group.refills_left:
+            group.refills_left -= 1
+            orders.start.append(self._start_member(group))
+        if len(group.scored) >= policy.size:
+            self._close(group, orders)
+        elif len(group.scored) + len(group.in_flight) < policy.smallest:
+            self._end(group, "incomplete", Reason.GROUP_INCOMPLETE, orders)
+            self.failed_in_a_row += 1
+            self._check_failures()
+        elif not group.in_flight:
+            self._close(group, orders)
+        return orders
+
+    def _close(self, group: Group, orders: Orders) -> None:
+        """Enough members are scored: stop the others, and file or filter the group."""
+        for trajectory in list(group.in_flight.values()):
+            self._abort(group, trajectory, Reason.REDUNDANT, orders)
+        scores = {trajectory.score for trajectory in group.scored}
+        self.failed_in_a_row = 0
+        if self.policy.filter_groups and len(scores) == 1:
+            self._end(group, "filtered", Reason.GROUP_FILTERED, orders)
+            self.filtered_in_a_row += 1
+            if self.filtered_in_a_row >= self.policy.max_filtered:
+                raise RunError(
+                    f"{self.filtered_in_a_row} groups in a row had equal rewards in all members (the last: "
+                    f"{scores.pop():g}): the run gets no signal. Choose easier or harder tasks, a larger "
+                    "group_size, or a reward with more than one value"
+                )
+            return
+        self.filtered_in_a_row = 0
+        self._filed += 1
+        group.filed = self._filed
+        group.complete = True
+
+    def _end(self, group: Group, outcome: str, reason: Reason, orders: Orders) -> None:
+        for trajectory in [*group.in_flight.values(), *group.scored]:
+            self._abort(group, trajectory, reason, orders)
+        del self.groups[group.id]
+        self._on_group_end(group, outcome)
+
+    def _check_failures(self) -> None:
+        if self.failed_in_a_row >= self.policy.max_failed:
+            raise RunError(
+                f"{self.failed_in_a_row} groups in a row ended without enough scored members. "
+                f"The last failure: {self.last_failure or 'none recorded'}"
+            )
+
+    # --- batches --------------------------------------------------------------------------------------
+
+    def ready(self) -> list[Group]:
+        """The complete groups that a batch formed now may hold, oldest version first."""
+        lowest = self.bound.reference(self.versions) - self.bound.alpha
+        groups = [g for g in self.groups.values() if g.complete and (g.version or 0) >= lowest]
+        return sorted(groups, key=lambda g: (g.version or 0, g.filed))
+
+    def take_batch(self) -> list[Group] | None:
+        """Form a batch, if one is complete: its groups leave the buffer, and ``versions.busy`` is set.
+
+        The caller must ``sweep`` next: what can't make the batch after this one is aborted then.
+        """
+        groups = self.ready()[: self.policy.per_batch]
+        if len(groups) < self.policy.per_batch:
+            return None
+        for group in groups:
+            self.bound.staleness(group.version or 0, self.versions)
+            del self.groups[group.id]
+            self._on_group_end(group, "shipped")
+        self.versions.busy = True
+        return groups
+
+    def clear(self, reason: Reason) -> Orders:
+        """End every group: the run is over."""
+        orders = Orders()
+        for group in list(self.groups.values()):
+            self._end(group, "cleared", reason, orders)
+        return orders
+
+    # --- for people -----------------------------------------------------------------------------------
+
+    def waiting_for(self) -> str:
+        """What the next batch waits for, with the ids, in one line."""
+        complete = len(self.ready())
+        waiting = [t for g in self.groups.values() if not g.complete for t in g.in_flight.values()]
+        shown = ", ".join(f"{t.id} ({t.state})" for t in waiting[:8])
+        more = f" and {len(waiting) - 8} more" if len(waiting) > 8 else ""
+        return (
+            f"{complete} of {self.policy.per_batch} groups complete, {len(self.groups)} of {self.capacity} open; "
+            f"waiting for {'trajectories ' + shown + more if waiting else 'admission'}"
+        )

@@ -1,0 +1,282 @@
+"""The workers that are connected, and calls to them.
+
+Knows the handshake, beats, deadlines and who answers what; knows nothing of what the messages are for.
+A call ends in its answer or in a ``CallError`` that says whether the request may succeed elsewhere.  A lost
+worker fails all its calls at once; an answer that comes too late finds no call and is dropped and counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from rollart.controller.transport import Transport, Unreachable
+from rollart.protocol import (
+    PROTOCOL_VERSION,
+    Attach,
+    Beat,
+    Cancel,
+    ControllerBeat,
+    Failure,
+    FailureKind,
+    Generate,
+    Goodbye,
+    Hello,
+    Message,
+    Ready,
+    Refused,
+    Reset,
+    Role,
+    Shutdown,
+    Step,
+    TrainStep,
+    Welcome,
+    decode_to_controller,
+    encode,
+)
+
+__all__ = ["CallError", "Link", "LinkState", "Switchboard"]
+
+logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer", bound=Message)
+DATA_MESSAGES = (Generate, Reset, Step, TrainStep)
+
+
+class CallError(Exception):
+    """A call without its answer; ``kind`` says why, the text what happened at which worker."""
+
+    def __init__(self, kind: FailureKind, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+    @property
+    def retry(self) -> bool:
+        """Whether the same request may succeed elsewhere."""
+        return self.kind in (FailureKind.INFRASTRUCTURE, FailureKind.TIMEOUT)
+
+
+class LinkState(enum.StrEnum):
+    """How far a worker is."""
+
+    JOINING = "joining"
+    READY = "ready"
+    GONE = "gone"
+
+
+class Link:
+    """One connected worker."""
+
+    __slots__ = ("beat", "capacity", "facts", "hello", "last_heard", "sessions", "state")
+
+    def __init__(self, hello: Hello, now: float) -> None:
+        self.hello = hello
+        self.state = LinkState.JOINING
+        self.last_heard = now
+        self.capacity = 0
+        self.facts: dict[str, str] = {}
+        self.beat = Beat(0, 0)
+        self.sessions = 0
+        """Episodes placed on it (environment workers)."""
+
+    @property
+    def name(self) -> str:
+        """Unique in the run."""
+        return self.hello.name
+
+    @property
+    def role(self) -> Role:
+        """What it does."""
+        return self.hello.role
+
+
+class Switchboard:
+    """All links of a run."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        welcome: Welcome,
+        *,
+        on_change: Callable[[Link, str], None],
+    ) -> None:
+        """``on_change(link, reason)`` hears each change of a link's state."""
+        self.links: dict[str, Link] = {}
+        self.refused_frames = 0
+        self.late_answers = 0
+        self._transport = transport
+        self._welcome = welcome
+        self._on_change = on_change
+        self._pending: dict[int, tuple[asyncio.Future[Message], Link]] = {}
+        self._last_seq = 0
+        self._beats: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Accept workers from now on."""
+        self._transport.start(self._receive)
+        self._beats = asyncio.get_running_loop().create_task(self._beat(), name="beats")
+
+    async def close(self) -> None:
+        """Fail what is pending and stop."""
+        if self._beats is not None:
+            self._beats.cancel()
+            await asyncio.wait({self._beats})
+        for link in list(self.links.values()):
+            self.lose(link, "the run is over")
+        self._transport.close()
+
+    def of(self, role: Role) -> list[Link]:
+        """The ready workers of a role, in the order they came."""
+        return [link for link in self.links.values() if link.role is role and link.state is LinkState.READY]
+
+    def next_seq(self) -> int:
+        """A sequence id for a request; never used twice."""
+        self._last_seq += 1
+        return self._last_seq
+
+    # --- calls ----------------------------------------------------------------------------------------
+
+    async def call(
+        self,
+        link: Link,
+        request: Message,
+        expect: type[Answer],
+        *,
+        timeout_s: float,
+        payload: Sequence[bytes] = (),
+    ) -> Answer:
+        """Send ``request``, which carries a fresh ``seq``, and wait for its answer.
+
+        ``CallError`` when the worker fails it, is lost or is silent for ``timeout_s``; a caller that is
+        cancelled, or that times out, cancels the request at the worker too.
+        """
+        seq: int = request.seq  # type: ignore[attr-defined]
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Message] = loop.create_future()
+        self._pending[seq] = (future, link)
+        timer = loop.call_later(timeout_s, self._expire, seq, type(request).__name__, timeout_s)
+        try:
+            self.tell(link, request, payload)
+            answer = await future
+        except asyncio.CancelledError:
+            self.tell(link, Cancel(seq))
+            raise
+        finally:
+            timer.cancel()
+            self._pending.pop(seq, None)
+        if isinstance(answer, Failure):
+            raise CallError(answer.kind, f"{link.name}: {answer.message}")
+        if not isinstance(answer, expect):
+            raise CallError(
+                FailureKind.INFRASTRUCTURE,
+                f"{link.name} answered {type(request).__name__} with {type(answer).__name__}",
+            )
+        return answer
+
+    def tell(self, link: Link, message: Message, payload: Sequence[bytes] = ()) -> None:
+        """Send without an answer; a worker that can't be reached is lost."""
+        if link.state is LinkState.GONE:
+            self._fail_calls(link, "gone")
+            return
+        kind = "data" if isinstance(message, DATA_MESSAGES) else "control"
+        try:
+            self._transport.send(f"{kind}:{link.name}".encode(), [encode(message), *payload])
+        except Unreachable as error:
+            self.lose(link, f"unreachable: {error}")
+
+    def lose(self, link: Link, reason: str) -> None:
+        """Count ``link`` as gone, and fail its calls."""
+        if link.state is LinkState.GONE:
+            return
+        link.state = LinkState.GONE
+        self.links.pop(link.name, None)
+        self._fail_calls(link, reason)
+        self._on_change(link, reason)
+
+    def shut_down(self, reason: str) -> None:
+        """Tell every worker to end."""
+        for link in list(self.links.values()):
+            self.tell(link, Shutdown(reason))
+
+    def _fail_calls(self, link: Link, reason: str) -> None:
+        for future, at in list(self._pending.values()):
+            if at is link and not future.done():
+                future.set_exception(CallError(FailureKind.INFRASTRUCTURE, f"{link.name} is lost: {reason}"))
+
+    def _expire(self, seq: int, request: str, timeout_s: float) -> None:
+        entry = self._pending.get(seq)
+        if entry is None or entry[0].done():
+            return
+        future, link = entry
+        future.set_exception(
+            CallError(FailureKind.TIMEOUT, f"{link.name} did not answer {request} within {timeout_s:g} s")
+        )
+        self.tell(link, Cancel(seq))
+
+    # --- what comes in --------------------------------------------------------------------------------
+
+    def _receive(self, identity: bytes, frames: list[bytes]) -> None:
+        try:
+            message = decode_to_controller(frames[0])
+        except msgspec.DecodeError:
+            self.refused_frames += 1
+            return
+        if isinstance(message, Hello):
+            self._greet(identity, message)
+            return
+        link = self.links.get(identity.partition(b":")[2].decode(errors="replace"))
+        if link is None:
+            return
+        link.last_heard = asyncio.get_running_loop().time()
+        match message:
+            case Attach():
+                pass
+            case Beat():
+                link.beat = message
+            case Ready(capacity=capacity, facts=facts):
+                link.capacity, link.facts, link.state = capacity, facts, LinkState.READY
+                self._on_change(link, "")
+            case Goodbye(reason=reason):
+                self.lose(link, f"it left: {reason}")
+            case _:
+                entry = self._pending.get(message.seq)
+                if entry is None or entry[0].done() or entry[1] is not link:
+                    self.late_answers += 1
+                else:
+                    entry[0].set_result(message)
+
+    def _greet(self, identity: bytes, hello: Hello) -> None:
+        reason = ""
+        if hello.protocol != PROTOCOL_VERSION:
+            reason = f"protocol {hello.protocol}, this controller speaks {PROTOCOL_VERSION}: install the same rollart"
+        elif identity != f"control:{hello.name}".encode():
+            reason = "the name in the hello is not the connection's"
+        elif hello.name in self.links:
+            reason = f"a worker named {hello.name} is here already"
+        answer: Message = Refused(reason) if reason else self._welcome
+        try:
+            self._transport.send(identity, [encode(answer)])
+        except Unreachable:
+            return
+        if reason:
+            logger.warning("refused worker %s: %s", hello.name, reason)
+            return
+        link = Link(hello, asyncio.get_running_loop().time())
+        self.links[hello.name] = link
+        self._on_change(link, "")
+
+    async def _beat(self) -> None:
+        loop = asyncio.get_running_loop()
+        silence = self._welcome.controller_timeout_s
+        while True:
+            await asyncio.sleep(self._welcome.heartbeat_s)
+            for link in list(self.links.values()):
+                self.tell(link, ControllerBeat())
+                # A joining worker may be deep in an engine's start; its start has a deadline of its own.
+                if link.state is LinkState.READY and loop.time() - link.last_heard > silence:
+                    self.lose(link, f"silent for {silence:g} s")

@@ -1,0 +1,262 @@
+"""TrainingLoop: the iterations of a run.
+
+With ``update_at: batch`` the paper's six steps: 1 get_batch, 2 suspend, 3 update, 4 resume, 5 recompute
+(2 to 5 are ``WeightSync.synchronize``; the engine recomputes by itself), 6 train_step while generation goes
+on.  With ``publish`` the workers swap by themselves and an iteration is get_batch and train_step.  After a
+step the trainer publishes and goes on; nobody waits for a receiver.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+from rollart.config import Config, UpdateAt
+from rollart.controller import events
+from rollart.controller.metrics import Metrics, MetricsFile, Row, batch_metrics
+from rollart.controller.progress import Progress
+from rollart.controller.rollout import Rollout
+from rollart.controller.run_folder import RunFolder
+from rollart.controller.sample_buffer import Group
+from rollart.controller.staleness import Bound, Versions
+from rollart.controller.switchboard import CallError, Link, Switchboard
+from rollart.controller.trajectory import Reason, State
+from rollart.controller.weight_sync import WeightSync
+from rollart.errors import RunError
+from rollart.protocol import (
+    Done,
+    Export,
+    Message,
+    SaveCheckpoint,
+    Trained,
+    TrainGroup,
+    TrainStep,
+    encode,
+)
+
+__all__ = ["TrainingLoop"]
+
+Answer = TypeVar("Answer", bound=Message)
+MAX_SKIPPED_IN_A_ROW = 3
+
+
+class TrainingLoop:
+    """Runs ``config.steps`` train_steps."""
+
+    def __init__(
+        self,
+        config: Config,
+        folder: RunFolder,
+        switchboard: Switchboard,
+        rollout: Rollout,
+        sync: WeightSync,
+        versions: Versions,
+        bound: Bound,
+        trainer: Link,
+        *,
+        metrics: Metrics,
+        progress: Progress,
+        write: Callable[[events.Event], None],
+        clock: Callable[[], float],
+        on_bug: Callable[[BaseException], None],
+    ) -> None:
+        self._config = config
+        self._folder = folder
+        self._switchboard = switchboard
+        self._rollout = rollout
+        self._sync = sync
+        self._versions = versions
+        self._bound = bound
+        self._trainer = trainer
+        self._metrics = metrics
+        self._progress = progress
+        self._write = write
+        self._clock = clock
+        self._on_bug = on_bug
+        self._file = MetricsFile(folder.metrics)
+        self._publishing: asyncio.Task[None] | None = None
+        self._skipped_in_a_row = 0
+        self._step = 0
+        self.doing = "starting"
+        """What the loop does now, for people."""
+
+    async def run(self) -> None:
+        """All iterations, an evaluation before the first and after the last, and the final weights."""
+        config = self._config
+        first = await self._evaluate(0) if config.evaluation.episodes else {}
+        if first:
+            self._progress.say(
+                f"before the first update: eval success {first['eval_success']:.2f} on held-out episodes"
+            )
+        self._rollout.admit()
+        while self._step < config.steps:
+            row = await self._iterate()
+            if self._step == 0:
+                row.update({f"{name}_before": value for name, value in first.items()})
+            self._step += 1
+            if self._step == config.steps:
+                self._rollout.close(Reason.SHUTDOWN)
+                row.update(await self._finish())
+            elif config.trainer.checkpoint_every and self._step % config.trainer.checkpoint_every == 0:
+                await self.save()
+            self._file.write(row)
+            self._progress.step(row, self._metrics.live)
+
+    async def close(self) -> None:
+        """Stop what goes on in the background."""
+        if self._publishing is not None:
+            self._publishing.cancel()
+            await asyncio.wait({self._publishing})
+        self._file.close()
+
+    # --- one iteration --------------------------------------------------------------------------------
+
+    async def _iterate(self) -> Row:
+        clock, versions = self._clock, self._versions
+        row: Row = {"step": self._step, "version": versions.n}
+        started = clock()
+        self.doing = "get_batch"
+        groups = await self._rollout.get_batch()
+        self._ship(groups, row)
+        got = clock()
+        await self._update(row)
+        updated = clock()
+        self.doing = "train_step"
+        trained = await self._train(groups)
+        row.update(trained.metrics)
+        row["skipped"] = trained.skipped
+        row.update(
+            time=round(clock(), 3),
+            get_batch_seconds=round(got - started, 4),
+            update_wait_seconds=round(updated - got, 4),
+            train_step_seconds=round(clock() - updated, 4),
+        )
+        row.update(self._metrics.take_step())
+        return row
+
+    def _ship(self, groups: list[Group], row: Row) -> None:
+        """The batch is formed: record its ages, and abort what can't make the next one."""
+        versions, bound = self._versions, self._bound
+        row.update(batch_metrics(groups, bound, versions))
+        self._write(
+            events.Shipped(
+                self._clock(),
+                self._step,
+                bound.reference(versions),
+                versions.n,
+                versions.m,
+                [(g.id, g.version or 0) for g in groups],
+            )
+        )
+        self._rollout.review()
+
+    async def _update(self, row: Row) -> None:
+        """In the paper's order, bring the workers to the version that is trained next; evaluate if it is time."""
+        every = self._config.evaluation.every
+        due = bool(every) and self._step > 0 and self._step % every == 0
+        if due or self._config.rollout.update_at is UpdateAt.BATCH:
+            self.doing = "update"
+            await self._sync.synchronize(self._versions.n)
+        if due:
+            row.update(await self._evaluate(self._step))
+
+    async def _train(self, groups: list[Group]) -> Trained:
+        """train_step, and what it means for the trajectories."""
+        versions, before = self._versions, self._versions.n
+        payload = [encode(TrainGroup(g.id, g.task, [t.sample() for t in g.scored])) for g in groups]
+        request = TrainStep(
+            self._switchboard.next_seq(), self._step, before, self._config.trainer.verify_share
+        )
+        trained = await self._call(request, Trained, payload)
+        if trained.version != (before if trained.skipped else before + 1):
+            raise RunError(
+                f"the trainer says version {trained.version} after step {self._step} on version {before}"
+            )
+        samples = []
+        for trajectory in (t for group in groups for t in group.scored):
+            samples.append(
+                events.TrainedSample(
+                    trajectory.id, trajectory.tokens, trajectory.sampled, trajectory.versions
+                )
+            )
+            if trained.skipped:
+                trajectory.fail(Reason.NAN, trained.skipped)
+            else:
+                trajectory.move(State.CONSUMED)
+        versions.n, versions.busy = trained.version, False
+        self._write(
+            events.TrainedStep(self._clock(), self._step, before, trained.version, trained.skipped, samples)
+        )
+        self._heed_skips(trained)
+        if not trained.skipped:
+            await self._publish(trained.version)
+        self._rollout.review()
+        return trained
+
+    def _heed_skips(self, trained: Trained) -> None:
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if trained.skipped else 0
+        if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            raise RunError(
+                f"{self._skipped_in_a_row} train_steps in a row were skipped; the last: {trained.skipped}. "
+                "A lower trainer.learning_rate or clip_grad_norm usually helps"
+            )
+
+    async def _publish(self, version: int) -> None:
+        """Start to publish ``version`` in the background, once the version before it is out."""
+        if self._publishing is not None:
+            await self._publishing
+        self._publishing = asyncio.get_running_loop().create_task(self._sync.publish(self._trainer, version))
+        self._publishing.add_done_callback(self._published)
+
+    def _published(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._on_bug(error)
+
+    # --- around the iterations ------------------------------------------------------------------------
+
+    async def _evaluate(self, step: int) -> dict[str, float]:
+        self.doing = "evaluation"
+        result = await self._rollout.evaluation.run(step)
+        self._write(result)
+        row: dict[str, float] = {
+            "eval_success": result.success,
+            "eval_reward": result.reward,
+            "eval_version": result.version,
+            "eval_episodes": result.episodes,
+        }
+        if result.failed:
+            row["eval_failed"] = result.failed
+        return row
+
+    async def _finish(self) -> Row:
+        """The last version is known and served, measured and saved."""
+        self.doing = "finishing"
+        await self._sync.synchronize(self._versions.n)
+        row: Row = {}
+        if self._config.evaluation.episodes:
+            row.update(await self._evaluate(self._step))
+        await self.save()
+        await self._call(Export(self._switchboard.next_seq(), str(self._folder.weights)), Done)
+        return row
+
+    async def save(self) -> None:
+        """Write a checkpoint and let go of the oldest."""
+        path = self._folder.checkpoints / f"step-{self._step:06}"
+        await self._call(SaveCheckpoint(self._switchboard.next_seq(), str(path)), Done)
+        self._folder.keep_checkpoints(self._config.trainer.keep_checkpoints)
+
+    async def _call(
+        self, request: Message, expect: type[Answer], payload: list[bytes] | None = None
+    ) -> Answer:
+        try:
+            return await self._switchboard.call(
+                self._trainer,
+                request,
+                expect,
+                timeout_s=self._config.trainer.step_timeout_s,
+                payload=payload or (),
+            )
+        except CallError as error:
+            raise RunError(f"step {self._step}: {type(request).__name__} failed: {error}") from error

@@ -1,0 +1,302 @@
+"""A trajectory: its states, its tokens, and what it needs next.  No I/O, no clock.
+
+The owner (a coroutine of ``EnvManager``) does what ``Next`` says and tells the trajectory what came of it.
+Every change of state goes through ``Trajectory.move``, which refuses what ``LEGAL`` does not list and tells
+the observer.  Tokens in, tokens out: the prompt of turn t+1 is the ids of turn t, the ids the engine
+returned and the ids of the new observation; nothing is ever tokenised again.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+
+from rollart.errors import InvariantError
+from rollart.packing import ID_BYTES
+from rollart.protocol import TrainSample, VersionRun
+
+__all__ = ["LEGAL", "Kind", "Limits", "Next", "Reason", "State", "Trajectory"]
+
+
+class State(enum.StrEnum):
+    """Where a trajectory is in its life."""
+
+    PENDING = "pending"
+    RESETTING = "resetting"
+    GENERATING = "generating"
+    STEPPING = "stepping"
+    SCORING = "scoring"
+    SCORED = "scored"
+    CONSUMED = "consumed"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+    @property
+    def ended(self) -> bool:
+        """No further state follows."""
+        return self in _ENDS
+
+
+_ENDS = frozenset({State.CONSUMED, State.ABORTED, State.FAILED})
+_BROKEN = frozenset({State.ABORTED, State.FAILED})
+
+LEGAL: dict[State, frozenset[State]] = {
+    State.PENDING: frozenset({State.RESETTING}) | _BROKEN,
+    State.RESETTING: frozenset({State.GENERATING, State.PENDING}) | _BROKEN,
+    State.GENERATING: frozenset({State.STEPPING, State.PENDING}) | _BROKEN,
+    State.STEPPING: frozenset({State.GENERATING, State.SCORING, State.PENDING}) | _BROKEN,
+    State.SCORING: frozenset({State.SCORED}) | _BROKEN,
+    State.SCORED: frozenset({State.CONSUMED}) | _BROKEN,
+    State.CONSUMED: frozenset(),
+    State.ABORTED: frozenset(),
+    State.FAILED: frozenset(),
+}
+"""A move back to PENDING is a new attempt after an infrastructure failure."""
+
+
+class Reason(enum.StrEnum):
+    """Why a trajectory ended without being consumed, or began again."""
+
+    NONE = ""
+    STALE = "stale"
+    REDUNDANT = "redundant"
+    CANCELLED = "cancelled"
+    GROUP_FILTERED = "group_filtered"
+    GROUP_INCOMPLETE = "group_incomplete"
+    MIXED_VERSIONS = "mixed_versions"
+    ENV_ERROR = "env_error"
+    ENV_TIMEOUT = "env_timeout"
+    GENERATION_ERROR = "generation_error"
+    REWARD_ERROR = "reward_error"
+    REWARD_TIMEOUT = "reward_timeout"
+    CONTEXT_OVERFLOW = "context_overflow"
+    NAN = "nan"
+    SHUTDOWN = "shutdown"
+
+
+class Kind(enum.StrEnum):
+    """What a trajectory is for."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+
+
+class Next(enum.Enum):
+    """What a trajectory's owner has to do now."""
+
+    RESET = enum.auto()
+    GENERATE = enum.auto()
+    STEP = enum.auto()
+    SCORE = enum.auto()
+    NOTHING = enum.auto()
+
+
+class Limits:
+    """What bounds a trajectory of some task."""
+
+    __slots__ = ("context_tokens", "max_tokens", "max_turns", "retries")
+
+    def __init__(self, *, max_turns: int, max_tokens: int, context_tokens: int, retries: int) -> None:
+        self.max_turns = max_turns
+        self.max_tokens = max_tokens
+        self.context_tokens = context_tokens
+        self.retries = retries
+
+
+Observer = Callable[["Trajectory", State, Reason], None]
+
+
+class Trajectory:
+    """One episode of one task instance; ids of trajectories are never used twice in a run."""
+
+    __slots__ = (
+        "_observer",
+        "answer",
+        "attempt",
+        "detail",
+        "group",
+        "id",
+        "ids",
+        "kind",
+        "limits",
+        "logprobs",
+        "mask",
+        "member",
+        "retries_left",
+        "reward",
+        "score",
+        "seed",
+        "state",
+        "success",
+        "task",
+        "truncated",
+        "turns",
+        "versions",
+    )
+
+    def __init__(
+        self,
+        *,
+        id: int,
+        group: int,
+        member: int,
+        task: str,
+        seed: int,
+        kind: Kind,
+        limits: Limits,
+        observer: Observer,
+    ) -> None:
+        self.id = id
+        self.group = group
+        self.member = member
+        self.task = task
+        self.seed = seed
+        self.kind = kind
+        self.limits = limits
+        self.state = State.PENDING
+        self.attempt = 0
+        self.retries_left = limits.retries
+        self.detail = ""
+        self.score = 0.0
+        self._observer = observer
+        self._clear()
+
+    def _clear(self) -> None:
+        self.ids = bytearray()
+        """int32[T]: everything so far, prompt of the next turn."""
+        self.mask = bytearray()
+        """uint8[T]: 1 where the engine sampled the token."""
+        self.logprobs = bytearray()
+        """float32[S], of the sampled tokens."""
+        self.versions: list[VersionRun] = []
+        """Runs over the S sampled tokens."""
+        self.answer = b""
+        """The ids of the last answer."""
+        self.turns = 0
+        self.reward = 0.0
+        """Sum of the environment's step rewards."""
+        self.success: float | None = None
+        self.truncated = ""
+
+    # --- what happened → what is next ------------------------------------------------------------------
+
+    def begin(self) -> Next:
+        """Start, or start again after ``failed``."""
+        self.move(State.RESETTING)
+        return Next.RESET
+
+    def observed(self, ids: bytes, reward: float, done: bool, info: dict[str, float]) -> Next:
+        """The environment answered a reset or a step."""
+        self.reward += reward
+        if "success" in info:
+            self.success = info["success"]
+        count = len(ids) // ID_BYTES
+        fits = self.room - count >= 1
+        if self.state is State.RESETTING and (done or not fits):
+            if done:
+                return self.fail(Reason.ENV_ERROR, "the episode was over before its first turn")
+            return self.fail(
+                Reason.CONTEXT_OVERFLOW,
+                f"the first observation has {count} tokens, the context {self.limits.context_tokens}",
+            )
+        if done or not fits or self.turns >= self.limits.max_turns:
+            # The last observation has no answer after it, so nothing in it is ever trained on.
+            if not done:
+                self.truncated = "max_turns" if self.turns >= self.limits.max_turns else "context"
+            self.move(State.SCORING)
+            return Next.SCORE
+        self.ids += ids
+        self.mask += bytes(count)
+        self.move(State.GENERATING)
+        return Next.GENERATE
+
+    def generated(self, ids: bytes, logprobs: bytes, versions: Sequence[VersionRun]) -> Next:
+        """The engine answered; greedy answers (of evaluations) carry no log-probabilities."""
+        self.answer = ids
+        self.ids += ids
+        self.mask += b"\x01" * (len(ids) // ID_BYTES)
+        self.logprobs += logprobs
+        for run in versions:
+            self._append_run(run)
+        self.turns += 1
+        self.move(State.STEPPING)
+        return Next.STEP
+
+    def scored(self, score: float) -> Next:
+        """The reward is known."""
+        self.score = score
+        self.move(State.SCORED)
+        return Next.NOTHING
+
+    def failed(self, reason: Reason, detail: str, *, retry: bool) -> Next:
+        """The environment or an engine failed it; an infrastructure failure (``retry``) has a new attempt."""
+        self.detail = detail
+        if not retry or self.retries_left == 0:
+            return self.fail(reason, detail)
+        self.retries_left -= 1
+        self.move(State.PENDING, reason)
+        self.attempt += 1
+        self._clear()
+        return self.begin()
+
+    def fail(self, reason: Reason, detail: str) -> Next:
+        """End as FAILED."""
+        self.detail = detail
+        self.move(State.FAILED, reason)
+        return Next.NOTHING
+
+    def abort(self, reason: Reason) -> None:
+        """End as ABORTED, from any state that is not an end."""
+        self.move(State.ABORTED, reason)
+
+    def move(self, to: State, reason: Reason = Reason.NONE) -> None:
+        """Change state; ``InvariantError`` when the table does not allow it."""
+        if to not in LEGAL[self.state]:
+            raise InvariantError(
+                f"trajectory {self.id} can't go from {self.state} to {to} ({reason or 'no reason'})"
+            )
+        before, self.state = self.state, to
+        self._observer(self, before, reason)
+
+    # --- what it holds --------------------------------------------------------------------------------
+
+    @property
+    def tokens(self) -> int:
+        """T, prompt and observations included."""
+        return len(self.mask)
+
+    @property
+    def sampled(self) -> int:
+        """S, the tokens the engine sampled."""
+        return sum(run.count for run in self.versions)
+
+    @property
+    def room(self) -> int:
+        """Tokens that still fit into the context."""
+        return self.limits.context_tokens - self.tokens
+
+    @property
+    def oldest(self) -> int | None:
+        """v: the lowest version among the sampled tokens; ``None`` before the first."""
+        return min((run.version for run in self.versions), default=None)
+
+    @property
+    def newest(self) -> int:
+        """The highest version among the sampled tokens; -1 before the first."""
+        return max((run.version for run in self.versions), default=-1)
+
+    @property
+    def session(self) -> str:
+        """The name of this attempt's episode at its environment worker."""
+        return f"{self.id}.{self.attempt}"
+
+    def sample(self) -> TrainSample:
+        """What the trainer gets of it."""
+        return TrainSample(
+            self.id, bytes(self.ids), bytes(self.mask), bytes(self.logprobs), list(self.versions), self.score
+        )
+
+    def _append_run(self, run: VersionRun) -> None:
+        if self.versions and self.versions[-1].version == run.version:
+            run = VersionRun(run.version, self.versions.pop().count + run.count)
+        self.versions.append(run)

@@ -1,0 +1,262 @@
+"""WeightSync: weights from the trainer to every inference worker.
+
+Each worker has a follower, a coroutine that pulls new versions in the background and swaps them in when the
+gate allows: suspend, update, compare the canary, resume (the engine recomputes the caches of what is in
+flight).  With ``update_at: publish`` the gate opens for a version as soon as it is published; with ``batch``
+only when ``synchronize`` says so.  A worker that fails, is late or whose canary differs is taken out: it
+never serves weights that were not verified.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections.abc import Callable
+from typing import TypeVar
+
+from rollart.config import Config, UpdateAt
+from rollart.controller import events
+from rollart.controller.llm_proxy import Engine, LLMProxy
+from rollart.controller.staleness import Versions
+from rollart.controller.switchboard import CallError, Link, Switchboard
+from rollart.errors import RunError
+from rollart.packing import pack_ids, unpack_floats
+from rollart.protocol import (
+    Collect,
+    Done,
+    Message,
+    Publish,
+    Published,
+    Pull,
+    Resume,
+    Shutdown,
+    Suspend,
+    Update,
+    Updated,
+)
+
+__all__ = ["WeightSync", "canary_gap"]
+
+CANARY_TOKENS = 32
+PULL_TRIES = 3
+Answer = TypeVar("Answer", bound=Message)
+
+
+def canary_gap(trainer: bytes, engine: bytes) -> float:
+    """Largest difference of two packed rows of log-probabilities; infinite when they don't match in length."""
+    expected, found = unpack_floats(trainer), unpack_floats(engine)
+    if len(expected) != len(found) or not expected:
+        return float("inf")
+    gap = max(abs(a - b) for a, b in zip(expected, found, strict=True))
+    return float("inf") if math.isnan(gap) else gap
+
+
+class WeightSync:
+    """The versions of a run and who serves which."""
+
+    def __init__(
+        self,
+        config: Config,
+        switchboard: Switchboard,
+        proxy: LLMProxy,
+        versions: Versions,
+        *,
+        write: Callable[[events.Event], None],
+        clock: Callable[[], float],
+        on_serving: Callable[[], None],
+        on_bug: Callable[[BaseException], None],
+    ) -> None:
+        """``on_serving`` hears that ``versions.m`` or the set of serving workers changed."""
+        self.newest = -1
+        """The newest version in the store."""
+        self.gate = -1
+        """The newest version that workers may swap in."""
+        self._config = config
+        self._switchboard = switchboard
+        self._proxy = proxy
+        self._versions = versions
+        self._write = write
+        self._clock = clock
+        self._on_serving = on_serving
+        self._on_bug = on_bug
+        self._published: dict[int, Published] = {}
+        self._followers: dict[str, asyncio.Task[None]] = {}
+        self._in_use: dict[str, int] = {}
+        self._changed: asyncio.Future[None] | None = None
+        self._timeout_s = config.inference.update_timeout_s
+        self._canary = pack_ids(range(1, CANARY_TOKENS + 1))
+
+    # --- the trainer's side ---------------------------------------------------------------------------
+
+    async def publish(self, trainer: Link, version: int) -> None:
+        """Have the trainer put its current weights into the store as ``version``."""
+        request = Publish(self._switchboard.next_seq(), version, self._canary)
+        timeout_s = self._config.trainer.step_timeout_s
+        try:
+            published = await self._switchboard.call(trainer, request, Published, timeout_s=timeout_s)
+        except CallError as error:
+            raise RunError(f"publishing version {version} failed: {error}") from error
+        self._published[version] = published
+        self.newest = max(self.newest, version)
+        if self._config.rollout.update_at is UpdateAt.PUBLISH or self.gate < 0:
+            self.gate = self.newest
+        self._write(events.Published(self._clock(), version, published.size_bytes, published.blocked_s))
+        self._notify()
+        await self._collect(trainer)
+
+    async def _collect(self, trainer: Link) -> None:
+        """Let go of the versions that no worker needs any more."""
+        below = min([self.gate, *self._in_use.values()])
+        self._published = {v: p for v, p in self._published.items() if v >= below}
+        request = Collect(self._switchboard.next_seq(), below)
+        try:
+            await self._switchboard.call(trainer, request, Done, timeout_s=self._timeout_s)
+        except CallError as error:
+            raise RunError(f"the weight store can't let go of versions below {below}: {error}") from error
+
+    async def synchronize(self, version: int) -> None:
+        """Bring every worker that serves to ``version``; the slow are taken out by their deadlines.
+
+        Waits for the version's publication too.
+        """
+        while self.newest < version:
+            await self._change()
+        self.gate = max(self.gate, version)
+        self._notify()
+        while True:
+            late = [e for e in self._proxy.engines.values() if 0 <= e.version < version]
+            if not late:
+                return
+            await self._change()
+
+    async def wait_for_serving(self, workers: int) -> None:
+        """Wait until so many workers serve the gate's version."""
+        while sum(e.open and e.version >= self.gate >= 0 for e in self._proxy.engines.values()) < workers:
+            await self._change()
+
+    # --- the workers' side ----------------------------------------------------------------------------
+
+    def join(self, link: Link) -> None:
+        """An inference worker is ready: it gets the gate's version, and then requests."""
+        engine = self._proxy.add(link)
+        task = asyncio.get_running_loop().create_task(self._follow(engine), name=f"weights of {link.name}")
+        self._followers[link.name] = task
+
+    def leave(self, link: Link) -> None:
+        """An inference worker is gone."""
+        self._proxy.remove(link.name)
+        self._in_use.pop(link.name, None)
+        task = self._followers.pop(link.name, None)
+        if task is not None and task is not asyncio.current_task():
+            task.cancel()
+        self._serving_changed()
+
+    async def close(self) -> None:
+        """Stop all followers."""
+        tasks = list(self._followers.values())
+        self._followers.clear()
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def _follow(self, engine: Engine) -> None:
+        pulled, pull_s = -1, 0.0
+        try:
+            while True:
+                wanted = self.gate if engine.version < self.gate else self.newest
+                if wanted > pulled:
+                    pull_s = await self._pull(engine, wanted)
+                    pulled = wanted
+                elif engine.version < self.gate == pulled:
+                    await self._swap(engine, pulled, pull_s)
+                elif engine.version < self.gate < pulled:  # it joined late and prefetched too far
+                    pulled = -1
+                else:
+                    await self._change()
+        except CallError as error:
+            self._take_out(engine, str(error))
+        except Exception as error:  # the boundary of a follower: a bug here stops the run, named
+            self._on_bug(error)
+
+    async def _pull(self, engine: Engine, version: int) -> float:
+        """Seconds that the worker took to bring ``version`` to its host."""
+        started = self._clock()
+        for tries_left in range(PULL_TRIES - 1, -1, -1):
+            self._in_use[engine.link.name] = version
+            manifest = self._published[version].manifest
+            try:
+                await self._call(engine, Pull(self._switchboard.next_seq(), version, manifest), Done)
+                break
+            except CallError as error:
+                if not error.retry or not tries_left:
+                    raise
+        return self._clock() - started
+
+    async def _swap(self, engine: Engine, version: int, pull_s: float) -> None:
+        """Suspend, update, verify, resume."""
+        seq, clock, before = self._switchboard.next_seq, self._clock, engine.version
+        times = [clock()]
+        self._proxy.close(engine)
+        in_flight = engine.requests
+        await self._call(engine, Suspend(seq()), Done)
+        times.append(clock())
+        updated = await self._call(engine, Update(seq(), version, self._canary), Updated)
+        times.append(clock())
+        gap = canary_gap(self._published[version].canary_logprobs, updated.canary_logprobs)
+        tolerance = self._config.inference.tolerance
+        if updated.version != version or gap > tolerance:
+            self._take_out(
+                engine,
+                f"its canary differs by {gap:.3g} nats from the trainer's for version {version} "
+                f"(tolerance {tolerance:g}): it does not serve the weights that were published",
+            )
+            return
+        await self._call(engine, Resume(seq()), Done)
+        times.append(clock())
+        self._in_use.pop(engine.link.name, None)
+        self._proxy.open(engine, version)
+        suspend_s, update_s, resume_s = (after - start for start, after in itertools.pairwise(times))
+        self._write(
+            events.Swapped(
+                t=times[-1],
+                worker=engine.link.name,
+                before=before,
+                version=version,
+                pull_s=pull_s,
+                suspend_s=suspend_s,
+                update_s=update_s,
+                resume_s=resume_s,
+                canary_gap=gap,
+                in_flight=in_flight,
+            )
+        )
+        self._serving_changed()
+
+    async def _call(self, engine: Engine, request: Message, expect: type[Answer]) -> Answer:
+        return await self._switchboard.call(engine.link, request, expect, timeout_s=self._timeout_s)
+
+    def _take_out(self, engine: Engine, reason: str) -> None:
+        self._switchboard.tell(engine.link, Shutdown(reason))
+        self._switchboard.lose(engine.link, f"taken out: {reason}")
+
+    # --- changes --------------------------------------------------------------------------------------
+
+    def _serving_changed(self) -> None:
+        serving = [e.version for e in self._proxy.engines.values() if e.version >= 0]
+        if serving:
+            self._versions.m = max(self._versions.m, min(serving))
+        self._notify()
+        self._on_serving()
+
+    def _notify(self) -> None:
+        if self._changed is not None and not self._changed.done():
+            self._changed.set_result(None)
+        self._changed = None
+
+    async def _change(self) -> None:
+        """Wait until anything here changes."""
+        if self._changed is None:
+            self._changed = asyncio.get_running_loop().create_future()
+        await asyncio.shield(self._changed)

@@ -1,0 +1,119 @@
+"""Workers as processes of this machine.
+
+Each worker leads a process group of its own: the terminal's Ctrl-C reaches only the controller, and whatever
+a worker started (an engine's processes) is gone when the worker is.  A worker's output goes to its log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+
+__all__ = ["LocalLauncher", "Placement", "WorkerExit"]
+
+TAIL_LINES = 15
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """A worker that the run wants."""
+
+    name: str
+    role: str
+    hardware_class: str
+    environment: Mapping[str, str] = {}
+    """Variables for its process, beside this process's own."""
+
+
+class WorkerExit(msgspec.Struct, frozen=True):
+    """A worker's process ended."""
+
+    placement: Placement
+    code: int
+    """As subprocess has it: negative is a signal."""
+    tail: str
+    """The last lines of its log."""
+
+    def __str__(self) -> str:
+        how = (
+            f"was killed by {signal.Signals(-self.code).name}"
+            if self.code < 0
+            else f"ended with exit code {self.code}"
+        )
+        lines = "\n".join(f"  | {line}" for line in self.tail.splitlines())
+        return f"{self.placement.role} worker {self.placement.name} {how}" + (
+            f"; its log ends:\n{lines}" if lines else ""
+        )
+
+
+class LocalLauncher:
+    """Starts worker processes, says when one ends, and leaves none behind."""
+
+    def __init__(self, key_file: Path, log_dir: Path, *, on_exit: Callable[[WorkerExit], None]) -> None:
+        self._key_file = key_file
+        self._log_dir = log_dir
+        self._on_exit = on_exit
+        self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._watchers: set[asyncio.Task[None]] = set()
+
+    async def start(self, placement: Placement) -> None:
+        """Start one worker."""
+        log = self._log_dir / f"{placement.name}.log"
+        with log.open("ab") as output:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-m", "rollart.workers", placement.role),
+                *("--key-file", str(self._key_file), "--name", placement.name),
+                *("--hardware-class", placement.hardware_class, "--parent", str(os.getpid())),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", **placement.environment},
+            )
+        self._processes[placement.name] = process
+        watcher = asyncio.get_running_loop().create_task(self._watch(placement, process, log))
+        self._watchers.add(watcher)
+        watcher.add_done_callback(self._watchers.discard)
+
+    async def stop(self, *, grace_s: float) -> None:
+        """End all workers: they have ``grace_s`` to end by themselves, then half of it after SIGTERM."""
+        for signum, patience_s in ((None, grace_s), (signal.SIGTERM, grace_s / 2), (signal.SIGKILL, 5.0)):
+            if not self._watchers:
+                return
+            if signum is not None:
+                self._signal_all(signum)
+            await asyncio.wait(set(self._watchers), timeout=patience_s)
+
+    def kill(self) -> None:
+        """End all workers at once."""
+        self._signal_all(signal.SIGKILL)
+
+    def _signal_all(self, signum: signal.Signals) -> None:
+        for process in self._processes.values():
+            _signal_group(process.pid, signum)
+
+    async def _watch(self, placement: Placement, process: asyncio.subprocess.Process, log: Path) -> None:
+        code = await process.wait()
+        _signal_group(process.pid, signal.SIGKILL)  # whatever it started and left behind
+        del self._processes[placement.name]
+        self._on_exit(WorkerExit(placement, code, _tail(log)))
+
+
+def _signal_group(group: int, signum: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signum)
+
+
+def _tail(log: Path) -> str:
+    try:
+        text = log.read_bytes()[-16384:].decode(errors="replace")
+    except OSError as error:
+        return f"(its log {log} can't be read: {error})"
+    return "\n".join(text.splitlines()[-TAIL_LINES:])

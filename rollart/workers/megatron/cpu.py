@@ -1,0 +1,105 @@
+"""Lets Megatron-core 0.16.1 run on a torch without CUDA.
+
+Megatron asks ``torch.cuda`` for the current device, its random state and synchronisation, and makes a few
+tensors on the literal device ``cuda``.  Where CUDA is absent ``answer_for_cuda`` makes those questions answer
+with the CPU; where CUDA is present it does nothing at all, so that GPU machines run Megatron untouched.
+It must be called before anything of ``megatron`` is imported, whose warnings about the absence of GPU packages
+it silences: they would greet every CPU run.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["answer_for_cuda"]
+
+CPU = torch.device("cpu")
+FACTORIES = ("tensor", "zeros", "ones", "empty", "full")
+"""The tensor factories that Megatron calls with ``device="cuda"``."""
+
+_installed = False
+
+
+class _Stream:
+    """Stands for a CUDA stream or event: on the CPU everything has happened when the call returns."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def _nothing(self, *args: object) -> None:
+        pass
+
+    wait_stream = wait_event = wait = record = synchronize = _nothing
+
+    def query(self) -> bool:
+        """Whether all work is done."""
+        return True
+
+
+def answer_for_cuda() -> bool:
+    """Answer Megatron's questions to CUDA with the CPU, if there is no CUDA; whether that was done."""
+    global _installed
+    if torch.cuda.is_available():
+        return False
+    if _installed:
+        return True
+    _install_device()
+    _install_random_state()
+    for name in FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    torch.Tensor.type = _type_as_on_cuda(torch.Tensor.type)  # type: ignore[method-assign]
+    warnings.filterwarnings("ignore", message=".*Apex is? ?(are)? not installed", module="megatron")
+    _installed = True
+    return True
+
+
+def _install_device() -> None:
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: CPU
+    cuda.synchronize = lambda *args, **kwargs: None
+    cuda.Stream = cuda.Event = _Stream
+    cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: _Stream()
+    tensor: Any = torch.Tensor
+    tensor.cuda = lambda self, *args, **kwargs: self
+
+
+def _install_random_state() -> None:
+    cuda: Any = torch.cuda
+    cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
+    # Megatron's own setter goes to CUDA's generators directly; importing it here is safe, the device answers.
+    from megatron.core.tensor_parallel import random
+
+    random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs["device"] = CPU
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def _type_as_on_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's optimisers compare ``tensor.type()`` with names such as ``torch.cuda.FloatTensor``."""
+
+    @functools.wraps(original)
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = original(self, *args, **kwargs)
+        if isinstance(answer, str):
+            caller = sys._getframe(1).f_globals.get("__name__", "")
+            if caller.startswith("megatron.core."):
+                return answer.replace("torch.", "torch.cuda.", 1)
+        return answer
+
+    return type_

@@ -1,0 +1,127 @@
+"""Megatron's gradient buffers, Adam and schedule, applied as a whole or not at all.
+
+Weight decay skips one-dimensional parameters, which Megatron does only through its scheduler.  The rate of
+optimiser step k (from 1) is ``learning_rate · min(1, k / warmup)``.  Adam's state exists from the start, so that
+a step can be undone and a checkpoint taken at any time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
+
+from rollart.config import Trainer as TrainerConfig
+from rollart.workers.megatron.model import LanguageModel
+
+__all__ = ["Optimizer", "OptimizerSnapshot"]
+
+_FOREVER = 2**62
+"""Steps of a schedule without an end."""
+
+OptimizerSnapshot = tuple[int, list[dict[str, Tensor]], list[Tensor]]
+"""Scheduler steps, Adam's state by parameter, and the optimiser's own parameters."""
+
+
+class Optimizer:
+    """Owns the gradients of ``model`` and changes its weights."""
+
+    def __init__(self, model: LanguageModel, config: TrainerConfig) -> None:
+        self._config = config
+        bf16 = model.config.bf16
+        self.module = DistributedDataParallel(
+            model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model.module
+        )
+        options = OptimizerConfig(
+            optimizer="adam",
+            lr=config.learning_rate,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.adam_beta1,
+            adam_beta2=config.adam_beta2,
+            adam_eps=config.adam_eps,
+            clip_grad=config.clip_grad_norm,
+            bf16=bf16,
+            params_dtype=model.config.params_dtype,
+        )
+        chained = get_megatron_optimizer(
+            options, [self.module], config_overrides=get_standard_config_overrides(options)
+        )
+        (self.megatron,) = getattr(chained, "chained_optimizers", [chained])
+        model.config.grad_scale_func = self.megatron.scale_loss
+        self.scheduler = OptimizerParamScheduler(
+            self.megatron,
+            init_lr=0.0,
+            max_lr=config.learning_rate,
+            min_lr=0.0,
+            lr_warmup_steps=config.warmup_optimizer_steps,
+            lr_decay_steps=_FOREVER,
+            lr_decay_style="constant",
+            start_wd=config.weight_decay,
+            end_wd=config.weight_decay,
+            wd_incr_steps=_FOREVER,
+            wd_incr_style="constant",
+        )
+        self.start_state()
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate of the last optimiser step."""
+        return float(self.megatron.param_groups[0]["lr"])
+
+    def zero_gradients(self) -> None:
+        """Forget the gradients so far."""
+        self.module.zero_grad_buffer()
+        self.megatron.zero_grad()
+
+    @torch.no_grad()
+    def gradient_norm(self) -> float:
+        """The norm of the accumulated gradient before clipping; nothing is applied."""
+        self.megatron.prepare_grads()
+        return float(self.megatron.get_grad_norm())
+
+    @torch.no_grad()
+    def apply(self, norm: float) -> None:
+        """Clip the gradient, whose norm is ``norm``, and make one optimiser step."""
+        self.scheduler.step(1)
+        clip_grad_by_total_norm_fp32(self.megatron.get_parameters(), self._config.clip_grad_norm, norm)
+        self.megatron.step_with_ready_grads()
+
+    def start_state(self) -> None:
+        """Give every parameter that has none Adam's initial state, with a step counter of its own."""
+        state = self._adam().state
+        for parameter in self.megatron.get_parameters():
+            values = state[parameter]
+            for key in ("exp_avg", "exp_avg_sq"):
+                if key not in values:
+                    values[key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            if "step" not in values:
+                values["step"] = torch.tensor(0.0)
+
+    def snapshot(self) -> OptimizerSnapshot:
+        """A copy of everything that ``apply`` changes, except the model's own weights."""
+        state = self._adam().state
+        parameters = self.megatron.get_parameters()
+        states = [{key: value.clone() for key, value in state[each].items()} for each in parameters]
+        return self.scheduler.num_steps, states, [each.detach().clone() for each in parameters]
+
+    @torch.no_grad()
+    def restore(self, snapshot: OptimizerSnapshot) -> None:
+        """Back to ``snapshot``."""
+        steps, states, values = snapshot
+        state = self._adam().state
+        for parameter, saved, value in zip(self.megatron.get_parameters(), states, values, strict=True):
+            for key, tensor in saved.items():
+                state[parameter][key].copy_(tensor)
+            parameter.copy_(value)
+        self.scheduler.num_steps = steps
+        self.scheduler.step(0)
+
+    def _adam(self) -> Any:
+        megatron: MegatronOptimizer = self.megatron
+        return megatron.optimizer

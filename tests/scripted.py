@@ -1,0 +1,276 @@
+"""Workers that answer by a script, over real ZeroMQ, in this process.
+
+They test the controller: what they do wrong is planted.  The real engines have tests of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from rollart.config import Config
+from rollart.controller.controller import Controller
+from rollart.controller.events import Event, read_events
+from rollart.controller.invariants import Invariants
+from rollart.controller.progress import Progress
+from rollart.controller.run_folder import RunFolder
+from rollart.controller.transport import ZmqTransport
+from rollart.launch.local import Placement, WorkerExit
+from rollart.packing import pack_floats, pack_ids, unpack_ids
+from rollart.protocol import (
+    Close,
+    Collect,
+    Done,
+    Export,
+    Generate,
+    Generated,
+    Message,
+    Observation,
+    Publish,
+    Published,
+    Pull,
+    Ready,
+    Reset,
+    Resume,
+    Role,
+    SaveCheckpoint,
+    Step,
+    Suspend,
+    ToWorker,
+    Trained,
+    TrainGroup,
+    TrainStep,
+    Update,
+    Updated,
+    VersionRun,
+)
+from rollart.workers.worker import Deterministic, Peer, Worker
+
+MINIMAL = {
+    "name": "scripted",
+    "steps": 3,
+    "model": {"random": {}},
+    "tasks": [{"name": "Count", "environment": "tests.scripted:Nothing", "max_turns": 4}],
+    "rollout": {"groups_per_batch": 2, "group_size": 2},
+    "heartbeat_s": 0.05,
+    "heartbeat_timeout_s": 5.0,
+    "start_timeout_s": 20.0,
+}
+
+
+def config_of(**changes: object) -> Config:
+    """The minimal config with sections changed or replaced."""
+    raw: dict[str, object] = {key: value for key, value in MINIMAL.items()}
+    for key, value in changes.items():
+        before = raw.get(key)
+        raw[key] = {**before, **value} if isinstance(before, dict) and isinstance(value, dict) else value
+    return msgspec.convert(raw, Config)
+
+
+class Script:
+    """What the scripted workers do; tests change it."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.random = random.Random(seed)
+        self.generate_s: Callable[[], float] = lambda: 0.0
+        self.step_s: Callable[[], float] = lambda: 0.0
+        self.train_s: Callable[[], float] = lambda: 0.0
+        self.turns: Callable[[int], int] = lambda seed: 1 + seed % 3
+        self.fail_step: Callable[[Step], Exception | None] = lambda step: None
+        self.canary: Callable[[str, int], float] = lambda worker, version: -1.0
+        self.skip: Callable[[int], str] = lambda step: ""
+        self.batches: list[list[TrainGroup]] = []
+        self.generated = 0
+        self.aborted = 0
+
+
+class ScriptedInference(Worker):
+    role = Role.INFERENCE
+
+    def __init__(self, peer: Peer, *, name: str, script: Script) -> None:
+        super().__init__(peer, name=name)
+        self.script = script
+        self.version = -1
+        self.pulled = -1
+        self.running = asyncio.Event()
+        self.released = asyncio.Event()
+
+    async def setup(self) -> Ready:
+        return Ready(64, {"engine": "scripted"})
+
+    async def serve(self, message: ToWorker, payload: Sequence[bytes]) -> Message | None:
+        match message:
+            case Generate(seq=seq, max_tokens=count, temperature=temperature):
+                return await self.generate(seq, count, temperature)
+            case Pull(seq=seq, version=version):
+                self.pulled = version
+                return Done(seq)
+            case Suspend(seq=seq):
+                self.running.clear()
+                self.released.clear()
+                return Done(seq)
+            case Update(seq=seq, version=version, canary=canary):
+                assert not self.running.is_set()
+                assert self.pulled == version
+                self.version = version
+                self.running.set()
+                score = self.script.canary(self.name, version)
+                return Updated(seq, version, pack_floats([score] * (len(canary) // 4 - 1)), 0.0)
+            case Resume(seq=seq):
+                self.released.set()
+                return Done(seq)
+        raise Deterministic(f"unknown request {message}")
+
+    async def generate(self, seq: int, count: int, temperature: float) -> Generated:
+        assert self.version >= 0
+        versions: list[VersionRun] = []
+        try:
+            for _ in range(count):
+                await asyncio.sleep(self.script.generate_s() / count)
+                await self.running.wait()
+                if versions and versions[-1].version == self.version:
+                    versions.append(VersionRun(self.version, versions.pop().count + 1))
+                else:
+                    versions.append(VersionRun(self.version, 1))
+            await self.released.wait()
+        except asyncio.CancelledError:
+            self.script.aborted += 1
+            raise
+        self.script.generated += 1
+        ids = [self.script.random.randrange(4, 90) for _ in range(count)]
+        logprobs = [] if temperature == 0 else [-0.5] * count
+        return Generated(seq, pack_ids(ids), pack_floats(logprobs), versions, "length", 0)
+
+
+class ScriptedTrainer(Worker):
+    role = Role.TRAINER
+
+    def __init__(self, peer: Peer, *, name: str, script: Script) -> None:
+        super().__init__(peer, name=name)
+        self.script = script
+        self.version = 0
+
+    async def setup(self) -> Ready:
+        return Ready(1, {"trainer": "scripted"})
+
+    async def serve(self, message: ToWorker, payload: Sequence[bytes]) -> Message | None:
+        match message:
+            case TrainStep(seq=seq, step_id=step):
+                assert message.version == self.version
+                await asyncio.sleep(self.script.train_s())
+                skipped = self.script.skip(step)
+                if not skipped:
+                    self.version += 1
+                    self.script.batches.append(
+                        [msgspec.msgpack.decode(frame, type=TrainGroup) for frame in payload]
+                    )
+                return Trained(seq, step, self.version, skipped, {"loss": 0.0, "logprob_gap_mean": 0.0})
+            case Publish(seq=seq, version=version, canary=canary):
+                assert version == self.version
+                scores = pack_floats([-1.0] * (len(canary) // 4 - 1))
+                return Published(seq, version, f"v{version}", scores, 8, 0.0)
+            case Collect(seq=seq) | Export(seq=seq):
+                return Done(seq)
+            case SaveCheckpoint(seq=seq, path=path):
+                Path(path).mkdir()
+                return Done(seq)
+        raise Deterministic(f"unknown request {message}")
+
+
+class ScriptedEnvironment(Worker):
+    role = Role.ENVIRONMENT
+
+    def __init__(self, peer: Peer, *, name: str, script: Script) -> None:
+        super().__init__(peer, name=name)
+        self.script = script
+        self.left: dict[str, int] = {}
+
+    async def setup(self) -> Ready:
+        return Ready(1000, {"environments": "scripted"})
+
+    async def serve(self, message: ToWorker, payload: Sequence[bytes]) -> Message | None:
+        match message:
+            case Reset(seq=seq, session=session, seed=seed):
+                self.left[session] = self.script.turns(seed)
+                return Observation(seq, pack_ids([5, 6, 7]), 0.0, False, {})
+            case Step(seq=seq, session=session, action=action):
+                error = self.script.fail_step(message)
+                if error is not None:
+                    raise error
+                await asyncio.sleep(self.script.step_s())
+                self.left[session] -= 1
+                reward = unpack_ids(action)[0] % 2
+                return Observation(seq, pack_ids([8, 9]), float(reward), self.left[session] <= 0, {})
+            case Close(session=session):
+                self.left.pop(session, None)
+                return None
+        raise Deterministic(f"unknown request {message}")
+
+
+WORKERS = {"inference": ScriptedInference, "trainer": ScriptedTrainer, "environment": ScriptedEnvironment}
+
+
+class ScriptedLauncher:
+    """Runs scripted workers as tasks of this process."""
+
+    def __init__(self, key_file: Path, script: Script, on_exit: Callable[[WorkerExit], None]) -> None:
+        self.key_file = key_file
+        self.script = script
+        self.on_exit = on_exit
+        self.workers: dict[str, Worker] = {}
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def start(self, placement: Placement) -> None:
+        worker = WORKERS[placement.role](
+            Peer.read(self.key_file), name=placement.name, script=self.script
+        )
+        self.workers[placement.name] = worker
+        self.tasks[placement.name] = asyncio.create_task(self._run(worker, placement))
+
+    async def _run(self, worker: Worker, placement: Placement) -> None:
+        code = await worker.run()
+        self.on_exit(WorkerExit(placement, code, ""))
+
+    async def stop(self, *, grace_s: float) -> None:
+        await asyncio.wait(self.tasks.values(), timeout=grace_s)
+        self.kill()
+
+    def kill(self) -> None:
+        for task in self.tasks.values():
+            task.cancel()
+
+
+class ScriptedRun:
+    """A controller with scripted workers, and what it left."""
+
+    def __init__(self, config: Config, script: Script, path: Path) -> None:
+        self.folder = RunFolder(path)
+        self.folder.create(config)
+        self.output = io.StringIO()
+        transport = ZmqTransport()
+        transport.peer_file.write(self.folder.key_file)
+        self.launcher: ScriptedLauncher
+
+        def launch(on_exit: Callable[[WorkerExit], None]) -> ScriptedLauncher:
+            self.launcher = ScriptedLauncher(self.folder.key_file, script, on_exit)
+            return self.launcher
+
+        self.controller = Controller(
+            config, self.folder, transport, launch=launch, progress=Progress(self.output, config.steps)
+        )
+
+    @property
+    def events(self) -> list[Event]:
+        return list(read_events(self.folder.events))
+
+    @property
+    def violations(self) -> list[str]:
+        invariants = Invariants()
+        for event in self.events:
+            invariants.feed(event)
+        return invariants.violations

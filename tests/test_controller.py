@@ -1,0 +1,235 @@
+"""The whole controller over real ZeroMQ, against scripted workers that misbehave on purpose."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from rollart.controller import events
+from rollart.controller.controller import Outcome
+from rollart.errors import RunError
+from rollart.protocol import VersionRun
+from rollart.workers.worker import Deterministic
+from tests.scripted import Script, ScriptedRun, config_of
+
+ROLLOUTS = [
+    {"update_at": "batch", "staleness_bound": 1},
+    {"update_at": "batch", "staleness_bound": 3, "redundant_groups": 2, "redundant_members": 1},
+    {"update_at": "publish", "staleness_bound": 0},
+    {"update_at": "publish", "staleness_bound": 1, "redundant_groups": 1, "redundant_members": 2},
+    {"update_at": "publish", "staleness_bound": 2, "mixed_versions": "drop"},
+]
+
+
+def heavy_tailed(script: Script) -> Script:
+    script.step_s = lambda: 0.05 if script.random.random() < 0.1 else 0.0
+    script.generate_s = lambda: script.random.random() * 0.01
+    script.train_s = lambda: 0.01
+    return script
+
+
+@pytest.mark.parametrize("rollout", ROLLOUTS, ids=lambda r: f"{r['update_at']}-alpha{r['staleness_bound']}")
+@pytest.mark.parametrize("workers", [1, 3])
+async def test_a_run_keeps_the_invariants(tmp_path: Path, rollout: dict[str, object], workers: int) -> None:
+    config = config_of(
+        steps=12, rollout=rollout, sampling={"max_tokens": 4}, inference={"workers": workers},
+        environments={"workers": 2}, evaluation={"episodes": 3, "every": 5},
+    )  # fmt: skip
+    script = heavy_tailed(Script())
+    run = ScriptedRun(config, script, tmp_path / "run")
+    assert await run.controller.run() is Outcome.SUCCESS
+    assert run.violations == []
+    rows = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(12))
+    alpha = config.rollout.staleness_bound
+    assert all(row["staleness_max"] <= alpha for row in rows)
+    assert all(row["train_lag_max"] <= alpha + (config.rollout.update_at == "batch") for row in rows)
+    evaluated = [e.version for e in run.events if isinstance(e, events.Evaluated)]
+    assert evaluated[0] == 0 and evaluated[-1] == 12 and len(evaluated) == 4
+
+
+async def test_a_batch_is_what_was_sampled(tmp_path: Path) -> None:
+    script = heavy_tailed(Script())
+    run = ScriptedRun(config_of(sampling={"max_tokens": 3}), script, tmp_path / "run")
+    await run.controller.run()
+    seen: set[int] = set()
+    for batch in script.batches:
+        assert [len(group.samples) for group in batch] == [2, 2]
+        for sample in (s for group in batch for s in group.samples):
+            assert sample.trajectory not in seen
+            seen.add(sample.trajectory)
+            turns = sum(sample.mask) // 3
+            # Reset gives 3 tokens, each answer has 3, each observation but the last 2.
+            assert sample.mask == bytes(3) + (b"\1" * 3 + bytes(2)) * (turns - 1) + b"\1" * 3
+            assert len(sample.ids) == 4 * len(sample.mask) and len(sample.logprobs) == 4 * sum(sample.mask)
+            assert sum(run.count for run in sample.versions) == sum(sample.mask)
+    assert len(seen) == 12
+
+
+async def test_one_failing_trajectory_changes_no_other(tmp_path: Path) -> None:
+    script = Script()
+    failures = iter([Deterministic("no such command"), RuntimeError("the sandbox is gone")] * 3)
+    script.fail_step = lambda step: next(failures, None)
+    run = ScriptedRun(config_of(), script, tmp_path / "run")
+    assert await run.controller.run() is Outcome.SUCCESS
+    assert run.violations == []
+    moves = [e for e in run.events if isinstance(e, events.Moved)]
+    failed = [e for e in moves if e.after == "failed"]
+    retried = [e for e in moves if e.after == "pending"]
+    assert len(failed) == 3 and all("no such command" in e.detail for e in failed)
+    assert len(retried) == 3 and all("the sandbox is gone" in e.detail for e in retried)
+
+
+async def test_a_source_that_only_fails_stops_the_run_with_the_cause(tmp_path: Path) -> None:
+    script = Script()
+    script.fail_step = lambda step: Deterministic("the licence server says no")
+    config = config_of(rollout={"max_failed_groups": 4, "member_refills": 1})
+    run = ScriptedRun(config, script, tmp_path / "run")
+    with pytest.raises(RunError, match=r"4 groups in a row .*the licence server says no"):
+        await run.controller.run()
+    assert [v for v in run.violations if not v.startswith("I2")] == []
+    assert isinstance(run.events[-1], events.Ended) and "licence server" in run.events[-1].reason
+
+
+async def test_a_wrong_canary_takes_the_worker_out_and_the_others_go_on(tmp_path: Path) -> None:
+    script = Script()
+    script.canary = lambda worker, version: -1.5 if (worker, version) == ("inference-0", 2) else -1.0
+    run = ScriptedRun(config_of(steps=5, inference={"workers": 2}), script, tmp_path / "run")
+    assert await run.controller.run() is Outcome.SUCCESS
+    assert run.violations == []
+    (gone,) = [e for e in run.events if isinstance(e, events.WorkerChanged) and "canary" in e.reason]
+    assert gone.worker == "inference-0" and "0.5 nats" in gone.reason
+    after = run.events[run.events.index(gone) :]
+    assert not [e for e in after if isinstance(e, events.Sampled) and e.worker == "inference-0"]
+
+
+async def test_the_last_worker_with_a_wrong_canary_ends_the_run(tmp_path: Path) -> None:
+    script = Script()
+    script.canary = lambda worker, version: -2.0 if version == 1 else -1.0
+    run = ScriptedRun(config_of(), script, tmp_path / "run")
+    with pytest.raises(RunError, match=r"no inference worker is left.*canary differs by 1 nats"):
+        await run.controller.run()
+
+
+async def test_a_lost_worker_costs_only_time(tmp_path: Path) -> None:
+    script = heavy_tailed(Script())
+    config = config_of(steps=8, inference={"workers": 2}, environments={"workers": 2}, sampling={"max_tokens": 4})
+    run = ScriptedRun(config, script, tmp_path / "run")
+    task = asyncio.create_task(run.controller.run())
+    while len(script.batches) < 2:
+        await asyncio.sleep(0.01)
+    run.launcher.workers["inference-1"].end("pulled the plug")
+    run.launcher.workers["environment-0"].end("pulled the plug")
+    assert await task is Outcome.SUCCESS
+    assert run.violations == []
+
+
+async def test_a_lost_trainer_ends_the_run_with_the_reason(tmp_path: Path) -> None:
+    script = Script()
+    script.train_s = lambda: 30.0
+    run = ScriptedRun(config_of(), script, tmp_path / "run")
+    task = asyncio.create_task(run.controller.run())
+    while run.controller.loop is None or run.controller.loop.doing != "train_step":
+        await asyncio.sleep(0.01)
+    run.launcher.workers["trainer-0"].end("pulled the plug")
+    with pytest.raises(RunError, match="pulled the plug"):
+        await task
+
+
+async def test_an_interrupt_ends_every_trajectory(tmp_path: Path) -> None:
+    script = heavy_tailed(Script())
+    run = ScriptedRun(config_of(steps=10_000), script, tmp_path / "run")
+    task = asyncio.create_task(run.controller.run())
+    while len(script.batches) < 3:
+        await asyncio.sleep(0.01)
+    run.controller.interrupt()
+    assert await task is Outcome.INTERRUPTED
+    assert run.violations == []
+    assert not run.folder.private.exists()
+    assert run.folder.store is not None and not run.folder.store.exists()
+
+
+async def test_redundant_members_are_aborted_at_the_engine(tmp_path: Path) -> None:
+    script = Script()
+    slow = iter([5.0, 5.0])
+    script.generate_s = lambda: next(slow, 0.0)
+    config = config_of(steps=2, rollout={"redundant_members": 2, "redundant_groups": 1})
+    run = ScriptedRun(config, script, tmp_path / "run")
+    assert await asyncio.wait_for(run.controller.run(), 4) is Outcome.SUCCESS
+    assert script.aborted >= 1
+    rows = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
+    assert sum(row["members_cut"] for row in rows) >= 2
+
+
+async def test_a_skipped_step_leaves_the_version_and_its_batch_fails(tmp_path: Path) -> None:
+    script = Script()
+    script.skip = lambda step: "the loss is NaN" if step == 1 else ""
+    run = ScriptedRun(config_of(steps=4), script, tmp_path / "run")
+    assert await run.controller.run() is Outcome.SUCCESS
+    assert run.violations == []
+    steps = [e for e in run.events if isinstance(e, events.TrainedStep)]
+    assert [(e.before, e.after) for e in steps] == [(0, 1), (1, 1), (1, 2), (2, 3)]
+    failed = {e.trajectory for e in run.events if isinstance(e, events.Moved) and e.reason == "nan"}
+    assert failed == {s.trajectory for s in steps[1].samples}
+
+
+async def test_only_skipped_steps_stop_the_run(tmp_path: Path) -> None:
+    script = Script()
+    script.skip = lambda step: "the loss is NaN"
+    run = ScriptedRun(config_of(steps=9), script, tmp_path / "run")
+    with pytest.raises(RunError, match="3 train_steps in a row were skipped; the last: the loss is NaN"):
+        await run.controller.run()
+
+
+async def test_groups_without_signal_are_filtered_and_then_stop_the_run(tmp_path: Path) -> None:
+    script = Script()
+    script.turns = lambda seed: 1
+    script.random.randrange = lambda *bounds: 4  # type: ignore[method-assign]
+    config = config_of(rollout={"filter_groups": True, "max_filtered_groups": 10})
+    run = ScriptedRun(config, script, tmp_path / "run")
+    with pytest.raises(RunError, match="10 groups in a row had equal rewards"):
+        await run.controller.run()
+
+
+async def test_an_answer_that_cannot_be_true_is_not_trained_on(tmp_path: Path) -> None:
+    script = Script()
+    run = ScriptedRun(config_of(inference={"workers": 1}, rollout={"retries": 0}), script, tmp_path / "run")
+    task = asyncio.create_task(run.controller.run())
+    while "inference-0" not in getattr(run, "launcher", Script()).__dict__.get("workers", {}):
+        await asyncio.sleep(0.001)
+    worker = run.launcher.workers["inference-0"]
+    honest = worker.generate  # type: ignore[attr-defined]
+    lies = iter(["short", "positive", "version"])
+
+    async def lie(seq: int, count: int, temperature: float) -> object:
+        answer = await honest(seq, count, temperature)
+        match next(lies, ""):
+            case "short":
+                answer.logprobs = b""
+            case "positive":
+                answer.logprobs = b"\0\0\x80\x3f" * count
+            case "version":
+                answer.versions = [VersionRun(-1, count)]
+        return answer
+
+    worker.generate = lie  # type: ignore[attr-defined]
+    assert await task is Outcome.SUCCESS
+    assert run.controller.proxy.refused_answers == 3
+    assert run.violations == []
+
+
+async def test_a_slow_step_is_a_timeout_of_its_trajectory(tmp_path: Path) -> None:
+    script = Script()
+    slow = iter([3.0])
+    script.step_s = lambda: next(slow, 0.0)
+    tasks = [{"name": "Count", "environment": "tests.scripted:Nothing", "step_timeout_s": 0.2}]
+    script.train_s = lambda: 0.1
+    run = ScriptedRun(config_of(tasks=tasks, steps=5), script, tmp_path / "run")
+    assert await asyncio.wait_for(run.controller.run(), 2.5) is Outcome.SUCCESS
+    reasons = [e.reason for e in run.events if isinstance(e, events.Moved) and e.after == "pending"]
+    assert reasons == ["env_timeout"]
+
+
