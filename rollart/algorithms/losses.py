@@ -1,7 +1,7 @@
 """Policy losses per token, and the log-probabilities they compare.  Pure functions of torch tensors.
 
-A log-probability is always that of the distribution the engine sampled: the logits divided by the temperature,
-every token outside ``allowed`` impossible, normalised in float32.
+A log-probability is always that of the distribution the engine sampled: the logits divided by the
+temperature, every token outside ``allowed`` impossible, normalised in float32.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class SamplingDistribution:
             self._place[self.allowed] = torch.arange(len(self.allowed))
 
     def places(self, ids: Tensor) -> Tensor:
-        """Where ids [n] stand among the possible tokens, −1 for an impossible one; ids outside the vocabulary too."""
+        """Where ids [n] stand among the possible tokens; -1 for those that can't be sampled."""
         inside = (ids >= 0) & (ids < self.vocab_size)
         places = self._place.to(ids.device)[ids.clamp(0, self.vocab_size - 1)]
         return torch.where(inside, places, -1)
@@ -63,8 +63,8 @@ def clipped_policy_loss(
 ) -> PolicyTerms:
     """PPO's clipped loss (arXiv 1707.06347) with separate bounds as in DAPO (arXiv 2503.14476).
 
-    ``logprobs`` are the current policy's, ``behaviour`` those the engine reported when it sampled, each [n] in
-    nats.  The loss of a token is −min(ratio · A, clip(ratio, 1 − clip_low, 1 + clip_high) · A).
+    ``logprobs`` are the current policy's, ``behaviour`` those the engine reported when it sampled, each [n]
+    in nats.  The loss of a token is -min(ratio · A, clip(ratio, 1 - clip_low, 1 + clip_high) · A).
     """
     ratio = torch.exp(logprobs - behaviour)
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high)

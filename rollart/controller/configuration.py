@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,8 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[object, object]:
     seen: set[object] = set()
     for key_node, _ in node.value:
         key = loader.construct_object(key_node, deep=True)
+        if not isinstance(key, Hashable):
+            continue  # construct_mapping says so below
         if key in seen:
             raise yaml.constructor.ConstructorError(
                 None, None, f"the key {key!r} is there twice", key_node.start_mark

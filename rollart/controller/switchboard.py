@@ -28,6 +28,7 @@ from rollart.protocol import (
     Goodbye,
     Hello,
     Message,
+    Publish,
     Ready,
     Refused,
     Reset,
@@ -45,7 +46,8 @@ __all__ = ["CallError", "Link", "LinkState", "Switchboard"]
 logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer", bound=Message)
-DATA_MESSAGES = (Generate, Reset, Step, TrainStep)
+DATA_MESSAGES = (Generate, Reset, Step, TrainStep, Publish)
+"""Publish too: it speaks of the weights between two train_steps, so it must keep its place among them."""
 
 
 class CallError(Exception):

@@ -7,7 +7,7 @@ move numbers, so that a round trip is exact to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -33,7 +33,9 @@ _QKV = ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias")
 _GATED = "mlp.linear_fc1.weight"
 
 
-def to_megatron(shape: Architecture, names: Iterator[str], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def to_megatron(
+    shape: Architecture, names: Iterable[str], weights: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """The tensors for Megatron's parameter ``names``, from a Hugging Face state dict.
 
     ``ValueError`` when the state dict lacks a weight or has one that belongs nowhere.
@@ -52,7 +54,7 @@ def to_megatron(shape: Architecture, names: Iterator[str], weights: Mapping[str,
 
 
 def to_hugging_face(shape: Architecture, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The Hugging Face names and tensors of Megatron's ``weights``; a tied model has no ``lm_head.weight``."""
+    """Hugging Face names and tensors of Megatron's ``weights``; a tied model has no ``lm_head.weight``."""
     for name, tensor in weights.items():
         if name in _TOP:
             yield _TOP[name], tensor

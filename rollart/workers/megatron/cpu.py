@@ -3,14 +3,15 @@
 Megatron asks ``torch.cuda`` for the current device, its random state and synchronisation, and makes a few
 tensors on the literal device ``cuda``.  Where CUDA is absent ``answer_for_cuda`` makes those questions answer
 with the CPU; where CUDA is present it does nothing at all, so that GPU machines run Megatron untouched.
-It must be called before anything of ``megatron`` is imported, whose warnings about the absence of GPU packages
-it silences: they would greet every CPU run.
+It must be called before anything of ``megatron`` is imported, whose warnings about missing GPU packages it
+silences: they would greet every CPU run.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -48,12 +49,13 @@ def answer_for_cuda() -> bool:
         return False
     if _installed:
         return True
+    for message in (".*Apex (is|are) not installed", "full scope is deprecated"):
+        warnings.filterwarnings("ignore", message=message, module="megatron")
     _install_device()
     _install_random_state()
     for name in FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.Tensor.type = _type_as_on_cuda(torch.Tensor.type)  # type: ignore[method-assign]
-    warnings.filterwarnings("ignore", message=".*Apex is? ?(are)? not installed", module="megatron")
     _installed = True
     return True
 

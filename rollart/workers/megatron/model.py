@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
@@ -77,8 +77,8 @@ class LanguageModel:
     def logits(self, module: Any, tokens: Tensor, rows: Tensor) -> Tensor:
         """Logits that follow chosen positions.
 
-        ``module`` is the model or a wrapper of it; ``tokens`` int64 [b, T]; ``rows`` int64 [n], position · b +
-        sequence.  → float32 [n, vocabulary].
+        ``module`` is the model or a wrapper of it; ``tokens`` int64 [b, T]; ``rows`` int64 [n], each
+        position · b + sequence.  → float32 [n, vocabulary].
         """
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         with self._picking(rows):

@@ -1,8 +1,8 @@
 """Megatron's gradient buffers, Adam and schedule, applied as a whole or not at all.
 
 Weight decay skips one-dimensional parameters, which Megatron does only through its scheduler.  The rate of
-optimiser step k (from 1) is ``learning_rate · min(1, k / warmup)``.  Adam's state exists from the start, so that
-a step can be undone and a checkpoint taken at any time.
+optimiser step k (from 1) is ``learning_rate · min(1, k / warmup)``.  Adam's state exists from the start, so
+that a step can be undone and a checkpoint taken at any time.
 """
 
 from __future__ import annotations

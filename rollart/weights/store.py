@@ -1,0 +1,143 @@
+"""What a weight store is: immutable versions of a model's weights, published once and pulled by many.
+
+A version is a set of buckets (runs of bytes) and a manifest, which says where each tensor lies and what each
+bucket's checksum is.  The manifest is written last, so a version that can be found is whole; nothing of it
+ever changes afterwards.  This module knows no torch: tensors are names, types, shapes and bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Protocol, Self
+
+import msgspec
+
+__all__ = [
+    "ALIGNMENT",
+    "DTYPE_BYTES",
+    "FORMAT",
+    "Bucket",
+    "DamagedWeights",
+    "HostWeights",
+    "Manifest",
+    "MissingWeights",
+    "NamedBuffer",
+    "StoreError",
+    "Tensor",
+    "WeightStore",
+    "tensor_bytes",
+]
+
+FORMAT = 1
+"""Of the manifest; readers refuse another."""
+ALIGNMENT = 64
+"""Bytes; every tensor begins at a multiple of it."""
+DTYPE_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+"""Bytes per element, by the names that torch gives its types."""
+
+NamedBuffer = tuple[str, str, Sequence[int], object]
+"""A tensor to publish: name, dtype, shape, and its elements as a contiguous buffer."""
+
+
+class StoreError(ValueError):
+    """A version can't be published or used; the message says which and why."""
+
+
+class MissingWeights(StoreError):
+    """A version, or a part of it, is not in the store."""
+
+
+class DamagedWeights(StoreError):
+    """A version's bytes are not the ones that were published."""
+
+
+class Bucket(msgspec.Struct, frozen=True):
+    """One piece of a version's bytes."""
+
+    name: str
+    """Unique in the store: it holds the publishing attempt's random id."""
+    size: int
+    crc32: int
+
+
+class Tensor(msgspec.Struct, frozen=True):
+    """Where a tensor's elements lie."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    bucket: int
+    """Index into the manifest's buckets."""
+    offset: int
+    size: int
+    """Bytes."""
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """The contents of a version."""
+
+    format: int
+    version: int
+    buckets: list[Bucket]
+    tensors: list[Tensor]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all buckets."""
+        return sum(bucket.size for bucket in self.buckets)
+
+
+class HostWeights(Protocol):
+    """A version in this host's memory, until it is closed."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the version holds."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, memoryview]]:
+        """Each tensor with its bytes, not copied."""
+
+    def close(self) -> None:
+        """Let go of the memory; views that are still in use stay valid."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class WeightStore(Protocol):
+    """Where versions are published and pulled.  One process publishes; any number pull."""
+
+    def publish(self, version: int, tensors: Iterable[NamedBuffer]) -> str:
+        """Store a new version and return the path of its manifest; ``StoreError`` when the version exists."""
+
+    def pull(self, manifest: str, *, verify: bool = True) -> HostWeights:
+        """Bring a version to this host; ``MissingWeights`` or ``DamagedWeights`` when it is not whole.
+
+        ``verify=False`` leaves the checksums out, for a version that this host has checked already.
+        """
+
+    def collect(self, below: int) -> None:
+        """Remove every version below ``below``.  Weights that are pulled stay valid."""
+
+
+def tensor_bytes(dtype: str, shape: Sequence[int]) -> int:
+    """The size of a tensor; ``StoreError`` for a type that stores don't know."""
+    if dtype not in DTYPE_BYTES:
+        raise StoreError(f"dtype {dtype!r} can't be stored; known are {', '.join(DTYPE_BYTES)}")
+    return DTYPE_BYTES[dtype] * math.prod(shape)

@@ -1,0 +1,135 @@
+"""Checkpoints through Megatron's ``dist_checkpointing``: model, optimiser, schedule, random state, record.
+
+A checkpoint appears whole or not at all.  Megatron would write it from forked processes, and start a further
+one to collect their answers, which lives on; here the same functions run in the calling thread.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+from rollart.workers.megatron.folder import appearing
+from rollart.workers.megatron.model import LanguageModel
+from rollart.workers.megatron.optimizer import Optimizer
+
+__all__ = ["FORMAT", "CheckpointError", "Record", "load", "save"]
+
+FORMAT = 1
+RECORD = "rollart.json"
+_METADATA: dict[str, Any] = {"singleton_local_shards": False}
+
+
+class CheckpointError(ValueError):
+    """A checkpoint can't be used; the message says why."""
+
+
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a checkpoint says of itself, readable without Megatron."""
+
+    format: int
+    version: int
+    """The trainer's version: train_steps applied."""
+    architecture: str
+    last_step: dict[str, Any] | None
+    """The answer to the last train_step, with its ``step_id``; none before the first."""
+
+
+def save(
+    path: Path, model: LanguageModel, optimizer: Optimizer, version: int, last_step: msgspec.Struct | None
+) -> None:
+    """Write a checkpoint as the folder ``path``; ``FileExistsError`` when it is there already."""
+    told = msgspec.to_builtins(last_step) if last_step is not None else None
+    record = Record(FORMAT, version, str(model.architecture), told)
+    with appearing(path) as folder:
+        _write(_state(model, optimizer, is_loading=False), folder)
+        (folder / RECORD).write_bytes(msgspec.json.format(msgspec.json.encode(record)) + b"\n")
+
+
+def read_record(path: Path) -> Record:
+    """The record of the checkpoint ``path``; ``CheckpointError`` when none that can be read is there."""
+    try:
+        content = (path / RECORD).read_bytes()
+        found = json.loads(content).get("format")
+        if found != FORMAT:
+            raise CheckpointError(f"{path} has checkpoint format {found}, but this RollArt reads {FORMAT}")
+        return msgspec.json.decode(content, type=Record)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"no {RECORD} in {path}: it is no checkpoint, or not a whole one") from error
+    except (json.JSONDecodeError, msgspec.MsgspecError) as error:
+        raise CheckpointError(f"{path / RECORD} can't be read: {error}") from error
+
+
+def load(path: Path, model: LanguageModel, optimizer: Optimizer) -> Record:
+    """Give ``model`` and ``optimizer`` the state in ``path``.
+
+    ``CheckpointError`` when it is no checkpoint of this model, before anything is changed; when the error
+    says that reading its tensors failed, the trainer must not be used.
+    """
+    record = read_record(path)
+    if record.architecture != str(model.architecture):
+        raise CheckpointError(
+            f"{path} is a checkpoint of another model: {record.architecture}, but the trainer has "
+            f"{model.architecture}"
+        )
+    try:
+        state = dist_checkpointing.load(_state(model, optimizer, is_loading=True), str(path))
+    except (CheckpointingException, OSError, RuntimeError) as error:
+        raise CheckpointError(f"reading the tensors of {path} failed: {error}") from error
+    model.gpt.load_state_dict(state["model"])
+    optimizer.megatron.load_state_dict(state["optimizer"])
+    optimizer.start_state()
+    optimizer.scheduler.load_state_dict(state["scheduler"])
+    torch.set_rng_state(state["random"]["torch"])
+    get_cuda_rng_tracker().set_states(state["random"]["megatron"])
+    return record
+
+
+def _state(model: LanguageModel, optimizer: Optimizer, *, is_loading: bool) -> dict[str, Any]:
+    sharded = model.gpt.sharded_state_dict(metadata=_METADATA)
+    return {
+        "model": sharded,
+        "optimizer": optimizer.megatron.sharded_state_dict(
+            sharded, is_loading=is_loading, metadata=_METADATA
+        ),
+        "scheduler": optimizer.scheduler.state_dict(),
+        "random": {"torch": torch.get_rng_state(), "megatron": get_cuda_rng_tracker().get_states()},
+    }
+
+
+def _write(state: dict[str, Any], folder: Path) -> None:
+    results: queue.Queue[object] = queue.Queue()
+    filesystem_async._results_queue = results
+    try:
+        request: AsyncRequest = dist_checkpointing.save(state, str(folder), async_sharded_save=True)
+        written: dict[int, object] = {}
+        (transforms, _) = request.async_fn.args
+        for index, bucket in enumerate(request.preload_fn()):
+            written[index] = _write_file(transforms, index, bucket)
+        results.put(written)
+        for finalize in request.finalize_fns:
+            finalize()
+    finally:
+        filesystem_async._results_queue = None
+
+
+def _write_file(transforms: list[object], index: int, bucket: object) -> object:
+    answers: queue.Queue[tuple[int, object]] = queue.Queue()
+    running: queue.Queue[int] = queue.Queue()
+    running.put(index)
+    FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, answers, running, use_fsync=True)
+    _, answer = answers.get_nowait()
+    if isinstance(answer, Exception):
+        raise answer
+    return answer

@@ -1,0 +1,196 @@
+"""The trainer worker: Megatron-core behind the wire protocol.
+
+All computing happens in one thread, so that requests are served one after the other and beats go on
+meanwhile.  Writing weights into the store happens in a second thread, from a copy: training does not wait
+for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, TypeVar
+
+import msgspec
+
+from rollart.packing import pack_floats, unpack_ids
+from rollart.protocol import (
+    Collect,
+    Done,
+    Export,
+    Message,
+    Publish,
+    Published,
+    Ready,
+    Role,
+    SaveCheckpoint,
+    ToWorker,
+    Trained,
+    TrainStep,
+)
+from rollart.workers.worker import Deterministic, Worker
+
+if TYPE_CHECKING:
+    import torch
+
+    from rollart.weights.local import LocalStore
+    from rollart.workers.megatron.core import Trainer
+
+__all__ = ["TrainerWorker"]
+
+Result = TypeVar("Result")
+Weight = tuple[str, str, Sequence[int], memoryview]
+
+BUCKET_BYTES = 64 << 20
+"""The store writes weights in pieces of about this size."""
+
+
+class TrainerWorker(Worker):
+    """Trains, publishes, checkpoints and exports the policy."""
+
+    role: ClassVar[Role] = Role.TRAINER
+    packages: ClassVar[tuple[str, ...]] = ("torch", "megatron-core", "transformers")
+
+    _trainer: Trainer
+    _store: LocalStore
+
+    async def setup(self) -> Ready:
+        """Build the model and its optimiser, and open the store."""
+        self._published: dict[int, Published] = {}
+        self._publishing = asyncio.Lock()
+        self._compute_thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
+        self._store_thread = ThreadPoolExecutor(1, thread_name_prefix="store", initializer=_one_thread)
+        return await self._compute(self._build)
+
+    async def teardown(self) -> None:
+        """Finish what the threads are at, and leave the process groups."""
+        if not hasattr(self, "_compute_thread"):
+            return
+        if hasattr(self, "_trainer"):
+            await self._compute(self._trainer.close)
+        self._compute_thread.shutdown(cancel_futures=True)
+        self._store_thread.shutdown(cancel_futures=True)
+
+    async def serve(self, message: ToWorker, payload: Sequence[bytes]) -> Message | None:
+        """One request of the training part of the protocol."""
+        match message:
+            case TrainStep():
+                return await self._train_step(message, payload)
+            case Publish():
+                return await self._publish(message)
+            case Collect(seq=seq, below=below):
+                self._published = {key: value for key, value in self._published.items() if key >= below}
+                await self._in_store_thread(lambda: self._store.collect(below))
+                return Done(seq)
+            case SaveCheckpoint(seq=seq, path=path):
+                await self._compute(lambda: self._trainer.save_checkpoint(Path(path)))
+                return Done(seq)
+            case Export(seq=seq, path=path):
+                await self._compute(lambda: self._trainer.export(Path(path)))
+                return Done(seq)
+            case _:
+                raise Deterministic(f"a trainer does not serve {type(message).__name__}")
+
+    # --- requests -------------------------------------------------------------------------------------
+
+    async def _train_step(self, message: TrainStep, payload: Sequence[bytes]) -> Trained:
+        result = await self._compute(
+            lambda: self._trainer.train_step(
+                step_id=message.step_id,
+                version=message.version,
+                verify_share=message.verify_share,
+                frames=payload,
+            )
+        )
+        return Trained(message.seq, result.step_id, result.version, result.skipped, result.metrics)
+
+    async def _publish(self, message: Publish) -> Published:
+        async with self._publishing:
+            known = self._published.get(message.version)
+            if known is None:
+                known = await self._publish_new(message)
+                self._published[message.version] = known
+        return msgspec.structs.replace(known, seq=message.seq)
+
+    async def _publish_new(self, message: Publish) -> Published:
+        from rollart.workers.megatron.batch import Refusal
+
+        def score_and_copy() -> tuple[list[float], Mapping[str, torch.Tensor], float]:
+            started = time.perf_counter()
+            trainer = self._trainer
+            if message.version != trainer.version:
+                raise Refusal(
+                    f"version {message.version} can't be published: the trainer is at {trainer.version}"
+                )
+            scores = trainer.score(unpack_ids(message.canary))
+            weights = trainer.weights()
+            return scores, weights, time.perf_counter() - started
+
+        scores, weights, blocked_s = await self._compute(score_and_copy)
+        sizes: list[int] = []
+        manifest = await self._in_store_thread(
+            lambda: self._store.publish(message.version, self._tensors(weights, sizes))
+        )
+        return Published(message.seq, message.version, manifest, pack_floats(scores), sum(sizes), blocked_s)
+
+    def _tensors(self, weights: Mapping[str, torch.Tensor], sizes: list[int]) -> Iterator[Weight]:
+        """``weights`` as the engine loads them: name, dtype, shape, bytes; ``sizes`` takes their lengths."""
+        import torch
+
+        from rollart.workers.megatron.core import TORCH_DTYPES
+
+        dtype = self.config.inference.dtype
+        for name, tensor in self._trainer.named_weights(weights):
+            served = tensor.to(TORCH_DTYPES[dtype]).contiguous()
+            data = memoryview(served.reshape(-1).view(torch.uint8).numpy())
+            sizes.append(data.nbytes)
+            yield name, str(dtype), tuple(served.shape), data
+
+    # --- threads --------------------------------------------------------------------------------------
+
+    def _build(self) -> Ready:
+        """In the computing thread: everything that imports torch."""
+        import torch
+
+        from rollart.weights.local import LocalStore
+        from rollart.workers.megatron.core import Trainer
+
+        torch.set_num_threads(self.config.trainer.threads)
+        self._store = LocalStore(Path(self.welcome.store_dir), bucket_bytes=BUCKET_BYTES)
+        self._trainer = Trainer(self.config, Path(self.welcome.model_dir))
+        facts = {
+            "model": self._trainer.architecture.model_type,
+            "parameters": str(self._trainer.parameter_count),
+            "dtype": str(self.config.trainer.dtype),
+            "device": str(self._trainer.model.device),
+            "threads": str(torch.get_num_threads()),
+        }
+        return Ready(1, facts)
+
+    async def _compute(self, call: Callable[[], Result]) -> Result:
+        """The result of ``call`` in the computing thread; what it refuses becomes ``Deterministic``."""
+        from rollart.workers.megatron.batch import Refusal
+
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._compute_thread, call)
+        except (Refusal, FileExistsError) as error:
+            raise Deterministic(str(error)) from error
+
+    async def _in_store_thread(self, call: Callable[[], Result]) -> Result:
+        """The result of ``call`` in the store's thread; ``ValueError`` (it is there already) is final."""
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._store_thread, call)
+        except ValueError as error:
+            raise Deterministic(str(error)) from error
+
+
+def _one_thread() -> None:
+    """The store's thread copies beside a computing one: it must not take that one's cores."""
+    import torch
+
+    torch.set_num_threads(1)

@@ -1,0 +1,308 @@
+"""One vLLM engine: started, asked, updated in flight, and ended.
+
+It speaks of itself only by its own word: versions are the ones that the engine core stamped on each step's
+output, log-probabilities are those of the distribution that it sampled (``processed_logprobs``), and what
+can't be true is an error, never passed on.  Prompts and answers are token ids; no tokenizer is loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import multiprocessing
+import os
+import time
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from rollart.config import Inference
+from rollart.packing import pack_floats, pack_ids, unpack_ids
+from rollart.protocol import Generate, Generated, VersionRun
+from rollart.workers.worker import Deterministic
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+__all__ = ["EngineError", "VllmEngine"]
+
+logger = logging.getLogger(__name__)
+
+ROUNDING = 1e-6
+"""Nats by which a log-probability may exceed 0 through rounding; it is reported as 0."""
+CLOSE_TIMEOUT_S = 5.0
+
+
+class EngineError(RuntimeError):
+    """The engine answered with something that can't be true, or gave a request up."""
+
+
+class VllmEngine:
+    """An ``AsyncLLM`` whose weights come from a weight store."""
+
+    def __init__(self, llm: AsyncLLM, *, start_s: float, on_cpu: bool) -> None:
+        self.start_s = start_s
+        self.on_cpu = on_cpu
+        self._llm = llm
+        self._running: set[str] = set()
+        self._params: dict[tuple[object, ...], SamplingParams] = {}
+        from vllm.inputs.engine import tokens_input
+
+        self._tokens_input = tokens_input
+
+    # --- life -----------------------------------------------------------------------------------------
+
+    @classmethod
+    async def start(cls, model_dir: str, settings: Inference, *, seed: int) -> VllmEngine:
+        """Start an engine for the model in ``model_dir``, with random weights until the first ``load``.
+
+        Runs in a thread: the event loop goes on.  When the task is cancelled, what was started is ended.
+        """
+        started = time.perf_counter()
+        before = set(multiprocessing.active_children())
+        thread = ThreadPoolExecutor(1, thread_name_prefix="engine-start")
+        loop = asyncio.get_running_loop()
+        starting = loop.run_in_executor(thread, _start, model_dir, settings, seed)
+        try:
+            llm, on_cpu = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            while not starting.done():
+                _kill(set(multiprocessing.active_children()) - before)
+                await asyncio.wait({starting}, timeout=0.2)
+            if starting.exception() is None:
+                starting.result()[0].shutdown(timeout=0)
+            raise
+        finally:
+            thread.shutdown(wait=False)
+        return cls(llm, start_s=time.perf_counter() - started, on_cpu=on_cpu)
+
+    def close(self) -> None:
+        """End the engine's process; blocks until it is gone."""
+        self._llm.shutdown(timeout=CLOSE_TIMEOUT_S)
+
+    @property
+    def dead(self) -> bool:
+        """Its process is gone."""
+        return bool(self._llm.errored)
+
+    @property
+    def eos_ids(self) -> list[int]:
+        """Tokens that end an answer: those of generation_config.json, else of config.json."""
+        ids = self._llm.input_processor.generation_config_fields.get("eos_token_id")
+        return [] if ids is None else [ids] if isinstance(ids, int) else sorted(ids)
+
+    @property
+    def live(self) -> int:
+        """Requests that the engine has not finished."""
+        return int(self._llm.get_num_unfinished_requests())
+
+    # --- requests -------------------------------------------------------------------------------------
+
+    async def generate(self, request: Generate) -> Generated:
+        """Sample.  ``Deterministic`` for a request the model can't serve, ``EngineError`` for a false answer.
+
+        Cancelling the task aborts the request in the engine.
+        """
+        greedy = request.temperature == 0.0
+        output = await self._ask(request.request_id, unpack_ids(request.prompt), self._sampling(request))
+        answer = output.outputs[0]
+        if answer.finish_reason not in ("stop", "length"):
+            raise EngineError(f"request {request.request_id} ended by {answer.finish_reason!r}")
+        ids = list(answer.token_ids)
+        return Generated(
+            seq=request.seq,
+            ids=pack_ids(ids),
+            logprobs=b"" if greedy else pack_floats(_logprobs_of(answer, ids)),
+            versions=_versions_of(answer, len(ids)),
+            finish_reason=answer.finish_reason,
+            cached_tokens=output.num_cached_tokens or 0,
+        )
+
+    async def score(self, ids: Sequence[int]) -> tuple[list[float], int]:
+        """Log-probabilities of ``ids[1:]``, each given those before it (temperature 1, no mask), and the
+        version that scored them.
+
+        The prefix cache is not read for it: every token is computed.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            prompt_logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            ignore_eos=True,
+            skip_reading_prefix_cache=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        output = await self._ask(f"score-{uuid.uuid4().hex}", ids, params)
+        found: Any = output.prompt_logprobs
+        if found is None or list(found.token_ids) != list(ids[1:]):
+            raise EngineError(f"the engine scored other tokens than the {len(ids)} it was asked for")
+        return _checked(list(found.logprobs)), _versions_of(output.outputs[0], 1)[0].version
+
+    async def abort_all(self) -> None:
+        """Give up every request; each ends with an ``EngineError``."""
+        await self._llm.abort(list(self._running))
+
+    async def _ask(self, request_id: str, ids: Sequence[int], params: SamplingParams) -> RequestOutput:
+        """The final output of a request."""
+        from vllm.exceptions import VLLMClientError
+
+        if request_id in self._running:
+            raise Deterministic(f"request id {request_id} is in use")
+        self._running.add(request_id)
+        output = None
+        try:
+            prompt = self._tokens_input(list(ids))
+            async for output in self._llm.generate(prompt, params, request_id):
+                pass
+        except (ValueError, VLLMClientError) as error:
+            raise Deterministic(f"the engine refused request {request_id}: {error}") from error
+        finally:
+            self._running.discard(request_id)
+        if output is None:
+            raise EngineError(f"request {request_id} ended without an answer")
+        return output
+
+    def _sampling(self, request: Generate) -> SamplingParams:
+        """vLLM's parameters for a request.  vLLM copies them, so those without a seed are made once."""
+        key = (
+            request.max_tokens,
+            request.temperature,
+            request.allowed_token_ids,
+            request.stop_token_ids,
+            request.ignore_eos,
+            request.seed,
+        )
+        params = self._params.get(key)
+        if params is None:
+            params = _sampling_params(request)
+            if request.seed is None:
+                self._params[key] = params
+        return params
+
+    # --- weights --------------------------------------------------------------------------------------
+
+    async def suspend(self) -> None:
+        """Stop between two steps; requests in flight stay, and their keys and values are dropped."""
+        await self._llm.pause_generation(mode="keep", clear_cache=True)
+
+    async def load(self, manifest: str, version: int) -> None:
+        """Load a version into the suspended engine.
+
+        After an error the model is neither the old nor the new one: the engine must not run again.
+        """
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self._llm.start_weight_update()
+        await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"manifest": manifest}))
+        await self._llm.finish_weight_update(weight_version=str(version))
+
+    async def resume(self) -> None:
+        """Run again: what was in flight is recomputed under the weights that are loaded now."""
+        await self._llm.resume_generation()
+
+
+def _start(model_dir: str, settings: Inference, seed: int) -> tuple[AsyncLLM, bool]:
+    """In a thread: everything that imports vLLM.
+
+    The variables are the engine process's too.  Its threads aren't bound to cores: engines and a trainer share
+    them, and vLLM would bind each engine to the same ones.
+    """
+    os.environ.update(
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
+        OMP_NUM_THREADS=str(settings.threads),
+        VLLM_NO_USAGE_STATS="1",
+        HF_HUB_OFFLINE="1",
+    )
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    from vllm import AsyncEngineArgs
+    from vllm.config import WeightTransferConfig
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from rollart.workers.vllm_weights import BACKEND, StoreExecutor
+
+    on_cpu = bool(current_platform.is_cpu())
+    options: dict[str, Any] = {}
+    if on_cpu:
+        options["kv_cache_memory_bytes"] = int(settings.kv_cache_gib * (1 << 30))
+        options["enforce_eager"] = True
+    elif settings.gpu_memory_utilization is not None:
+        options["gpu_memory_utilization"] = settings.gpu_memory_utilization
+    arguments = AsyncEngineArgs(
+        model=model_dir,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype=str(settings.dtype),  # type: ignore[arg-type]  # vLLM checks it
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        enable_prefix_caching=True,
+        logprobs_mode="processed_logprobs",
+        disable_log_stats=True,
+        seed=seed,
+        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+        distributed_executor_backend=StoreExecutor,
+        **options,
+    )
+    return AsyncLLM.from_engine_args(arguments), on_cpu
+
+
+def _kill(processes: set[Any]) -> None:
+    for process in processes:
+        process.kill()
+
+
+def _sampling_params(request: Generate) -> SamplingParams:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=request.max_tokens,
+        temperature=request.temperature,
+        seed=request.seed,
+        logprobs=None if request.temperature == 0.0 else 0,
+        flat_logprobs=True,
+        allowed_token_ids=unpack_ids(request.allowed_token_ids) or None,
+        stop_token_ids=unpack_ids(request.stop_token_ids),
+        ignore_eos=request.ignore_eos,
+        detokenize=False,
+        skip_clone=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _logprobs_of(answer: CompletionOutput, ids: list[int]) -> list[float]:
+    """The sampled tokens' log-probabilities, one per id."""
+    found: Any = answer.logprobs
+    if found is None or list(found.token_ids) != ids:
+        raise EngineError(f"log-probabilities of other tokens than the {len(ids)} sampled")
+    return _checked(found.logprobs)
+
+
+def _checked(values: list[float]) -> list[float]:
+    """``values`` with rounding above 0 taken off; ``EngineError`` for what is no log-probability."""
+    highest = max(values, default=0.0)
+    if not math.isfinite(sum(values)) or highest > ROUNDING:
+        raise EngineError(f"log-probabilities that are not finite and ≤ 0, the highest {highest}")
+    return values if highest <= 0.0 else [min(value, 0.0) for value in values]
+
+
+def _versions_of(answer: CompletionOutput, count: int) -> list[VersionRun]:
+    """Runs over the ``count`` sampled tokens, from the engine core's stamps."""
+    spans = [span for span in answer.weight_versions or [] if span.end > span.start]
+    position = 0
+    for span in spans:
+        if span.start != position:
+            break
+        position = span.end
+    if position != count or not all(span.version.isdecimal() for span in spans):
+        raise EngineError(f"weight versions {spans} for {count} tokens")
+    return [VersionRun(int(span.version), span.end - span.start) for span in spans]

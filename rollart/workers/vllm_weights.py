@@ -1,0 +1,144 @@
+"""What vLLM's engine process imports: weights from the store, and an end with the worker.
+
+``StoreExecutor`` is named to vLLM as its executor, so the engine process imports this module when it starts.
+It runs the model in the engine process itself (two processes an engine, not three), registers the transfer
+backend, and kills the process when the worker that started it is gone, however it went.
+
+An update is whole or it fails: weights that the version lacks are an error, not the old ones kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.platforms import current_platform
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+from rollart.weights.local import LocalStore
+from rollart.weights.tensors import tensors_of
+
+__all__ = ["BACKEND", "StoreExecutor", "StoreTransfer"]
+
+BACKEND = "rollart_store"
+"""The backend's name in vLLM's ``WeightTransferConfig``."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class StoreInit(WeightTransferInitInfo):
+    """Nothing: each update says where its version is."""
+
+
+@dataclass
+class StoreUpdate(WeightTransferUpdateInfo):
+    """Which version to load."""
+
+    manifest: str = ""
+
+
+class StoreTransfer(WeightTransferEngine[StoreInit, StoreUpdate]):
+    """Loads a version of the local weight store into the engine's model."""
+
+    init_info_cls: ClassVar[type[StoreInit]] = StoreInit  # type: ignore[misc]
+    update_info_cls: ClassVar[type[StoreUpdate]] = StoreUpdate  # type: ignore[misc]
+
+    def init_transfer_engine(self, init_info: StoreInit) -> None:
+        """Nothing to connect."""
+
+    def start_weight_update(self) -> None:
+        """Make the layers take checkpoint weights again: on CPU the ones they compute with are packed."""
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Load a version; ``ValueError`` when it can't be read or is not this model's."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if not current_platform.is_cpu():
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: StoreUpdate) -> None:
+        """Map the version's buckets, which the worker has checked, and load from the mapping."""
+        with LocalStore.open(update_info.manifest, verify=False) as weights:
+            self.model.load_weights(tensors_of(weights))  # type: ignore[operator]
+        missing = self._unloaded()
+        if missing:
+            raise ValueError(
+                f"the weights at {update_info.manifest} lack a part of this model: "
+                f"{', '.join(missing[:8])}{' …' if len(missing) > 8 else ''}"
+            )
+
+    def finish_weight_update(self) -> None:
+        """Let the layers process what they got, and pack again what shares a weight."""
+        finalize_layerwise_reload(self.model, self.model_config)
+        head = getattr(self.model, "lm_head", None)
+        if self._tied and current_platform.is_cpu() and head is not None:
+            # A tied head loads nothing itself, so nothing else refreshes its packed copy of the embedding.
+            dispatch_cpu_unquantized_gemm(head, remove_weight=False)
+
+    def shutdown(self) -> None:
+        """Nothing is held between updates."""
+
+    @property
+    def _tied(self) -> bool:
+        return bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
+
+    def _unloaded(self) -> list[str]:
+        """Layers that did not get all of their weights."""
+        names = []
+        for name, layer in self.model.named_modules():
+            info = get_layerwise_info(layer)
+            if not info.can_load() or is_deferred_attention_layer(layer):
+                continue
+            got, needed = info.load_numel, info.load_numel_total or 0
+            tied_head = self._tied and isinstance(layer, ParallelLMHead)
+            padded = isinstance(layer, VocabParallelEmbedding) and got > 0
+            if got < needed and not tied_head and not padded:
+                names.append(name)
+        return names
+
+
+class StoreExecutor(UniProcExecutor):
+    """Runs the model in the engine process, which ends when the worker does."""
+
+    def _init_executor(self) -> None:
+        end_with_parent()
+        super()._init_executor()
+
+
+def end_with_parent() -> None:
+    """Kill this process as soon as the process that spawned it is gone."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def wait() -> None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="end-with-parent", daemon=True).start()
+
+
+def _register() -> None:
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, StoreTransfer)
+
+
+_register()

@@ -1,0 +1,200 @@
+"""Config files and the command line: a person's mistakes are sentences."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollart.config import Config, UpdateAt
+from rollart.controller.command_line import main
+from rollart.controller.configuration import REFUSED_SAMPLING, load_config
+from rollart.controller.run_folder import RunFolder, to_yaml
+from rollart.errors import ConfigError
+
+GOOD = """
+name: good
+steps: 2
+model: {random: {hidden_size: 32}}
+tasks:
+  - {name: FrozenLake, environment: "rollart.environments.frozen_lake:FrozenLake", options: {size: 3}}
+sampling: {allowed_token_ids: [L, D, R, U]}
+trainer: {learning_rate: 1e-3}
+"""
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    path = tmp_path / "good.yaml"
+    path.write_text(GOOD)
+    return path
+
+
+def test_numbers_words_and_tokens_are_what_they_look_like(good: Path) -> None:
+    config = load_config(good)
+    assert config.trainer.learning_rate == 1e-3
+    assert len(config.sampling.allowed_token_ids) == 4
+    assert all(isinstance(token, int) for token in config.sampling.allowed_token_ids)
+    words = load_config(good, ["sampling.allowed_token_ids=[y, n, N, Y]", "name=on"])
+    assert words.name == "on" and len(set(words.sampling.allowed_token_ids)) == 4
+
+
+def test_overrides_reach_every_depth(good: Path) -> None:
+    overrides = ["rollout.group_size=16", "tasks.0.options.size=4", "tasks.0.max_turns=9", "rollout.update_at=publish"]
+    config = load_config(good, overrides)
+    assert config.rollout.group_size == 16 and config.rollout.update_at is UpdateAt.PUBLISH
+    assert config.tasks[0].options == {"size": 4} and config.tasks[0].max_turns == 9
+
+
+def test_the_resolved_config_loads_to_the_same(good: Path, tmp_path: Path) -> None:
+    config = load_config(good, ["rollout.staleness_bound=2", "trainer.learning_rate=1e-7"])
+    again = tmp_path / "again.yaml"
+    again.write_text(to_yaml(config))
+    assert load_config(again) == config
+
+
+MISTAKES = [
+    ("rollot.group_size=2", "rollot: there is no such setting; did you mean rollout?"),
+    ("rollout.groupsize=2", "rollout.groupsize: there is no such setting; did you mean rollout.group_size?"),
+    ("group_size=2", "group_size: there is no such setting; did you mean rollout.group_size?"),
+    ("tasks.0.turns=2", "tasks.0.turns: there is no such setting; did you mean tasks.0.max_turns?"),
+    ("rollout.group_size=two", "rollout.group_size: expected `int`, got `str` (it is 'two')"),
+    ("rollout.group_size=1", "rollout.group_size: expected `int` >= 2 (it is 1)"),
+    ("rollout.staleness_bound=-1", "rollout.staleness_bound: expected `int` >= 0 (it is -1)"),
+    ("rollout.staleness_bound=0", "rollout: staleness_bound 0 can't exist with update_at: batch"),
+    ("rollout.update_at=never", "rollout.update_at: invalid enum value 'never'"),
+    ("rollout.min_group=9", "min_group (9) must be at most group_size (8)"),
+    ("rollout.max_filtered_groups=9", "max_filtered_groups does nothing without filter_groups: true"),
+    ("evaluation.every=9", "evaluation: every does nothing while episodes is 0"),
+    ("sampling.temperature=0", "sampling.temperature: expected `float` > 0.0 (it is 0)"),
+    ("sampling.max_tokens=512", "sampling.max_tokens (512) leaves no room"),
+    ("sampling.allowed_token_ids=[Left]", "sampling.allowed_token_ids.0: the tokenizer's vocabulary has no token 'Left'"),
+    ("sampling.allowed_token_ids=[12345]", "sampling.allowed_token_ids.0: token id 12345 is outside the vocabulary"),
+    ("sampling.stop_token_ids=[L, L]", "sampling.stop_token_ids: a token is there twice"),
+    ("steps=null", "steps: expected `int`, got `null`"),
+    ("model.path=/nowhere", "model: give either path (a Hugging Face folder) or random"),
+    ("name=a/b", "name: expected `str` matching regex"),
+    ("tasks=[]", "tasks: expected `array` of length >= 1"),
+    ("rollout", "'rollout' is no override: write key=value"),
+    ("rollout.group_size.x=1", "override rollout.group_size.x: rollout.group_size is"),
+    ("tasks.7.name=x", "'7' is no position in a list of 1"),
+    ("steps=[1", "override steps"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("override", "sentence"), MISTAKES, ids=[m[0] for m in MISTAKES])
+def test_a_mistake_is_one_sentence_with_its_place(good: Path, override: str, sentence: str) -> None:
+    overrides = [override] if not override.startswith("rollout.group_size.x") else ["rollout.group_size=8", override]
+    with pytest.raises(ConfigError) as caught:
+        load_config(good, overrides)
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED_SAMPLING))
+def test_sampling_that_the_trainer_cannot_reproduce_is_refused(good: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"sampling.{name} is not supported: .* distribution that was sampled"):
+        load_config(good, [f"sampling.{name}=1"])
+
+
+FILES = [
+    ("- a\n- b\n", "must hold a mapping of settings, not list"),
+    ("", "must hold a mapping"),
+    ("name: [\n", "line"),
+    ("name: a\nname: b\n", "the key 'name' is there twice"),
+    ("rollout:\n  group_size: 2\n  group_size: 3\n", "line 3: the key 'group_size' is there twice"),
+    ("a: !!python/object:os.system {}\n", "could not determine a constructor"),
+    ("? [a, b]\n: c\n", "line"),
+    ("name: x\n", "steps: this setting is required"),
+    ("\ttabs: 1\n", "line 1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "sentence"), FILES)
+def test_a_broken_file_is_one_sentence(tmp_path: Path, text: str, sentence: str) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert sentence in str(caught.value) and "\n" not in str(caught.value)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from([*Config.__struct_fields__, "other"]),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+            max_leaves=8,
+        ),
+    )
+)
+def test_any_mapping_is_a_config_or_a_sentence(tmp_path_factory: pytest.TempPathFactory, raw: object) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    path.write_text(yaml.safe_dump(raw))
+    try:
+        load_config(path)
+    except ConfigError as error:
+        assert "\n" not in str(error)
+
+
+def test_a_missing_file_names_its_neighbour(good: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no config file .*god.yaml; did you mean .*good.yaml"):
+        load_config(good.with_name("god.yaml"))
+
+
+def test_the_run_folder_is_new_or_refused(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load_config(good)
+    assert RunFolder.choose(config).path == tmp_path / "runs" / "good"
+    (tmp_path / "runs" / "good").mkdir(parents=True)
+    assert RunFolder.choose(config).path == tmp_path / "runs" / "good-2"
+    with pytest.raises(ConfigError, match="exists already"):
+        RunFolder.choose(load_config(good, [f"run_dir={good}"]))
+
+
+def test_dry_run_prints_config_and_placement_and_starts_nothing(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words in (["run", str(good), "--dry-run"], [str(good), "inference.workers=2", "--dry-run"]):
+        assert main(words) == 0
+        printed = capsys.readouterr().out
+        assert yaml.safe_load(printed)["name"] == "good"
+        assert "# placement:" in printed and "trainer-0" in printed
+    assert "inference-1" in printed
+    assert not (tmp_path / "runs").exists()
+
+
+def test_mistakes_exit_with_2_before_anything_starts(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words in (
+        [str(good), "rollout.group_size=1"],
+        [str(good), "tasks.0.environment=nowhere:Nothing"],
+        [str(tmp_path / "none.yaml")],
+    ):
+        assert main(words) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and error.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_control_plane_starts_without_torch_and_fast() -> None:
+    """``import rollart`` and ``--help``: no package of the data plane, and few modules at all."""
+    heavy = "{'torch', 'vllm', 'megatron', 'mooncake', 'transformers', 'numpy'}"
+    for code in (
+        "import rollart, sys",
+        "import rollart, sys; rollart.load_config; rollart.run; rollart.Config",
+        "import sys, rollart.controller.command_line as c\ntry: c.main(['--help'])\nexcept SystemExit: pass",
+    ):
+        script = f"{code}\nassert not {heavy} & set(sys.modules), {heavy} & set(sys.modules)"
+        result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr
