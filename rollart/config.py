@@ -67,7 +67,8 @@ class RandomModel(Section, frozen=True, kw_only=True):
     num_hidden_layers: PositiveInt = 2
     num_attention_heads: PositiveInt = 4
     num_key_value_heads: PositiveInt = 2
-    head_dim: PositiveInt = 16
+    head_dim: Annotated[int, Meta(ge=32, multiple_of=32)] = 32
+    """vLLM's attention on CPU takes multiples of 32."""
     max_position_embeddings: PositiveInt = 512
     tie_word_embeddings: bool = False
     characters: str | None = None

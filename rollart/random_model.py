@@ -13,7 +13,7 @@ from typing import Any
 
 from rollart.config import RandomModel
 
-__all__ = ["SPECIAL_TOKENS", "random_vocabulary", "vocabulary", "write_model_folder"]
+__all__ = ["SPECIAL_TOKENS", "random_vocabulary", "vocabulary", "vocabulary_size", "write_model_folder"]
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 """Tokens 0 to 3; the characters follow."""
@@ -66,6 +66,12 @@ def vocabulary(folder: Path) -> dict[str, int]:
     if not found:
         raise ValueError(f"{path} has an empty vocabulary")
     return found
+
+
+def vocabulary_size(folder: Path) -> int:
+    """Rows of the embedding of the model in a Hugging Face ``folder``."""
+    content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return int(content["vocab_size"])
 
 
 def _config(spec: RandomModel) -> dict[str, Any]:

@@ -40,6 +40,7 @@ def random_model(seed: int, *, tied: bool = False) -> PreTrainedModel:
     """A Qwen3 of 0.1 M parameters whose distributions are far from uniform."""
     torch.manual_seed(seed)
     config = Qwen3Config(
+        architectures=["Qwen3ForCausalLM"],
         vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=128,

@@ -49,6 +49,7 @@ from rollart.protocol import (
     Updated,
     VersionRun,
 )
+from rollart.random_model import write_model_folder
 from rollart.workers.worker import Deterministic, Peer, Worker
 
 MINIMAL = {
@@ -240,6 +241,9 @@ class ScriptedLauncher:
         await asyncio.wait(self.tasks.values(), timeout=grace_s)
         self.kill()
 
+    def tail(self, name: str) -> str:
+        return ""
+
     def kill(self) -> None:
         for task in self.tasks.values():
             task.cancel()
@@ -251,6 +255,8 @@ class ScriptedRun:
     def __init__(self, config: Config, script: Script, path: Path) -> None:
         self.folder = RunFolder(path)
         self.folder.create(config)
+        assert config.model.random is not None
+        write_model_folder(config.model.random, self.folder.model)
         self.output = io.StringIO()
         transport = ZmqTransport()
         transport.peer_file.write(self.folder.key_file)

@@ -11,6 +11,7 @@ import enum
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -29,10 +30,11 @@ from rollart.controller.switchboard import Link, LinkState, Switchboard
 from rollart.controller.training_loop import TrainingLoop
 from rollart.controller.trajectory import Reason
 from rollart.controller.transport import Transport
-from rollart.controller.weight_sync import WeightSync
+from rollart.controller.weight_sync import WeightSync, canary_prompt
 from rollart.errors import RunError
 from rollart.launch.local import Placement, WorkerExit
 from rollart.protocol import Role, Welcome
+from rollart.random_model import vocabulary_size
 
 __all__ = ["Controller", "Launcher", "Outcome"]
 
@@ -64,6 +66,9 @@ class Launcher(Protocol):
     def kill(self) -> None:
         """End all workers at once."""
 
+    def tail(self, name: str) -> str:
+        """What a worker's log says last."""
+
 
 class Controller:
     """One run.
@@ -83,6 +88,7 @@ class Controller:
         """``folder`` is created; ``launch(on_exit)`` makes the launcher of the workers."""
         self.config = config
         self.folder = folder
+        self.model_dir = Path(config.model.path).absolute() if config.model.path else folder.model
         self._transport = transport
         self._launch = launch
         self._progress = progress
@@ -162,6 +168,7 @@ class Controller:
             self.switchboard,
             self.proxy,
             self.versions,
+            canary=canary_prompt(vocabulary_size(self.model_dir), config.inference.max_model_len),
             write=self.events.write,
             clock=self._clock,
             on_serving=self.rollout.review,
@@ -179,14 +186,13 @@ class Controller:
                 config.rollout.groups_per_batch,
             )
         )
-        self._folder = folder
 
     def _welcome(self) -> Welcome:
         config = self.config
         return Welcome(
             config=msgspec.msgpack.encode(config),
             run_dir=str(self.folder.path),
-            model_dir=config.model.path or str(self.folder.model),
+            model_dir=str(self.model_dir),
             store_dir=str(self.folder.store),
             heartbeat_s=config.heartbeat_s,
             controller_timeout_s=config.heartbeat_timeout_s,
@@ -260,9 +266,11 @@ class Controller:
         if link.role is Role.INFERENCE:
             self.sync.leave(link)
         if link.role is Role.TRAINER:
-            self._fail_soon(f"the trainer {link.name} is lost: {reason}")
+            self._fail_soon(link.name, f"the trainer {link.name} is lost: {reason}")
         elif not any(other.role is link.role for other in self.switchboard.links.values()):
-            self._fail_soon(f"no {link.role} worker is left; the last, {link.name}, is lost: {reason}")
+            self._fail_soon(
+                link.name, f"no {link.role} worker is left; the last, {link.name}, is lost: {reason}"
+            )
         else:
             self._progress.say(f"{link.role} worker {link.name} is lost: {reason}; the others go on")
 
@@ -280,12 +288,18 @@ class Controller:
         elif self.loop is None:
             self.fail(RunError(str(exit)))
 
-    def _fail_soon(self, reason: str) -> None:
-        """Fail, after a moment in which the lost worker's process may end and tell more."""
-        if self._failing is None:
-            self._failing_reason = reason
-            loop = asyncio.get_running_loop()
-            self._failing = loop.call_later(EXIT_PATIENCE_S, lambda: self.fail(RunError(reason)))
+    def _fail_soon(self, name: str, reason: str) -> None:
+        """Fail for the loss of ``name``, after a moment in which its process may end and tell more."""
+        if self._failing is not None:
+            return
+        self._failing_reason = reason
+
+        def fail() -> None:
+            self.fail(
+                RunError("\n".join([f"{reason}; its log ends:", *_indented(self._launcher.tail(name))]))
+            )
+
+        self._failing = asyncio.get_running_loop().call_later(EXIT_PATIENCE_S, fail)
 
     # --- the end --------------------------------------------------------------------------------------
 
@@ -326,3 +340,7 @@ class Controller:
                 doing = self.loop.doing
                 waits = f": {self.rollout.buffer.waiting_for()}" if doing == "get_batch" else ""
                 self._progress.status(f"{doing}{waits}")
+
+
+def _indented(text: str) -> list[str]:
+    return [f"  | {line}" for line in text.splitlines()]

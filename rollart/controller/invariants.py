@@ -41,7 +41,9 @@ class Invariants:
                 self._bound = Bound(event.alpha, UpdateAt(event.update_at))
                 self._per_batch = event.groups_per_batch
             case events.Dispatched():
-                self._require(event.trajectory not in self.states, f"I1 {event.trajectory} was dispatched twice")
+                self._require(
+                    event.trajectory not in self.states, f"I1 {event.trajectory} was dispatched twice"
+                )
                 self.states[event.trajectory] = State.PENDING
                 self._kinds[event.trajectory] = event.kind
             case events.Moved():
@@ -49,7 +51,9 @@ class Invariants:
             case events.Sampled():
                 self._answered(event)
             case events.Published():
-                self._require(event.version == self._newest + 1, f"version {event.version} after {self._newest}")
+                self._require(
+                    event.version == self._newest + 1, f"version {event.version} after {self._newest}"
+                )
                 self._newest = event.version
             case events.Shipped():
                 self._shipped(event)
@@ -76,7 +80,9 @@ class Invariants:
     def _answered(self, event: events.Sampled) -> None:
         at = f"I4 {event.trajectory} turn {event.turn}"
         versions = [run.version for run in event.versions]
-        self._require(sum(run.count for run in event.versions) == event.tokens, f"{at}: a token without version")
+        self._require(
+            sum(run.count for run in event.versions) == event.tokens, f"{at}: a token without version"
+        )
         self._require(versions == sorted(versions), f"{at}: versions go back: {versions}")
         self._require(versions[0] >= event.routed_version, f"{at}: older than what its worker acknowledged")
         self._require(versions[-1] <= self._newest, f"{at}: version {versions[-1]} was never published")
@@ -89,7 +95,9 @@ class Invariants:
         self._require(len(event.groups) == self._per_batch, f"step {event.step}: {len(event.groups)} groups")
         for group, version in event.groups:
             age = event.reference - version
-            self._require(0 <= age <= self._bound.alpha, f"I3 step {event.step}: group {group} has staleness {age}")
+            self._require(
+                0 <= age <= self._bound.alpha, f"I3 step {event.step}: group {group} has staleness {age}"
+            )
 
     def _trained_step(self, event: events.TrainedStep) -> None:
         for sample in event.samples:
@@ -97,7 +105,8 @@ class Invariants:
             for run in sample.versions:
                 lag = event.before - run.version
                 self._require(
-                    0 <= lag <= self._bound.max_train_lag, f"I3 step {event.step}: {trajectory} has train_lag {lag}"
+                    0 <= lag <= self._bound.max_train_lag,
+                    f"I3 step {event.step}: {trajectory} has train_lag {lag}",
                 )
             sampled = self._sampled[trajectory, self._attempts[trajectory]]
             self._require(
@@ -106,7 +115,9 @@ class Invariants:
             )
             if not event.skipped:
                 earlier = self.trained.setdefault(trajectory, event.step)
-                self._require(earlier == event.step, f"I2 {trajectory} is in steps {earlier} and {event.step}")
+                self._require(
+                    earlier == event.step, f"I2 {trajectory} is in steps {earlier} and {event.step}"
+                )
 
     def _ended(self) -> None:
         for trajectory, state in self.states.items():

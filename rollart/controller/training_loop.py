@@ -89,6 +89,7 @@ class TrainingLoop:
             self._progress.say(
                 f"before the first update: eval success {first['eval_success']:.2f} on held-out episodes"
             )
+        self._metrics.take_step()  # what came before is no part of the first step
         self._rollout.admit()
         while self._step < config.steps:
             row = await self._iterate()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import random
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -36,11 +37,18 @@ from rollart.protocol import (
     Updated,
 )
 
-__all__ = ["WeightSync", "canary_gap"]
+__all__ = ["WeightSync", "canary_gap", "canary_prompt"]
 
 CANARY_TOKENS = 32
 PULL_TRIES = 3
 Answer = TypeVar("Answer", bound=Message)
+
+
+def canary_prompt(vocabulary_size: int, context_tokens: int) -> bytes:
+    """int32 ids of a fixed prompt, drawn from the whole vocabulary; at most ``CANARY_TOKENS``."""
+    draw = random.Random(vocabulary_size)
+    count = min(CANARY_TOKENS, context_tokens - 1)
+    return pack_ids(draw.randrange(vocabulary_size) for _ in range(count))
 
 
 def canary_gap(trainer: bytes, engine: bytes) -> float:
@@ -62,12 +70,14 @@ class WeightSync:
         proxy: LLMProxy,
         versions: Versions,
         *,
+        canary: bytes,
         write: Callable[[events.Event], None],
         clock: Callable[[], float],
         on_serving: Callable[[], None],
         on_bug: Callable[[BaseException], None],
     ) -> None:
-        """``on_serving`` hears that ``versions.m`` or the set of serving workers changed."""
+        """``canary`` is the prompt (int32 ids) that trainer and engines score for each version; ``on_serving``
+        hears that ``versions.m`` or the set of serving workers changed."""
         self.newest = -1
         """The newest version in the store."""
         self.gate = -1
@@ -85,7 +95,7 @@ class WeightSync:
         self._in_use: dict[str, int] = {}
         self._changed: asyncio.Future[None] | None = None
         self._timeout_s = config.inference.update_timeout_s
-        self._canary = pack_ids(range(1, CANARY_TOKENS + 1))
+        self._canary = canary
 
     # --- the trainer's side ---------------------------------------------------------------------------
 

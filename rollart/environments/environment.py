@@ -44,7 +44,7 @@ class Turn:
 
 
 class Unavailable(Exception):
-    """Raise it when what failed is the machinery (a sandbox died) and not the episode: it begins again elsewhere."""
+    """The machinery failed (a sandbox died), not the episode: raise it, and the episode begins again elsewhere."""
 
 
 class Environment:
@@ -65,5 +65,5 @@ class Environment:
         """Carry out the policy's ``action``, the text of its answer without special tokens."""
         raise NotImplementedError
 
-    def close(self) -> None | Awaitable[None]:
+    def close(self) -> Awaitable[None] | None:
         """Release what the episode holds; called once after its end, whatever the end was."""

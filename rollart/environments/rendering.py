@@ -66,7 +66,7 @@ class PlainRenderer:
         self._unknown = None  # once is enough
         unknown = sorted({c for c in text if self._tokenizer.token_to_id(c) is None})
         logger.warning(
-            "an observation has text that the tokenizer has no token for; the policy sees an unknown-token there "
+            "an observation has text that the tokenizer has no token for: the policy sees an unknown token there "
             "(characters without a token: %s)",
             " ".join(map(repr, unknown)) or "none",
         )

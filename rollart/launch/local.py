@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ import msgspec
 __all__ = ["LocalLauncher", "Placement", "WorkerExit"]
 
 TAIL_LINES = 15
+ERROR_LINE = re.compile(r"(?:^|\s)[\w.]*(?:Error|Exception): .")
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -95,6 +97,10 @@ class LocalLauncher:
         """End all workers at once."""
         self._signal_all(signal.SIGKILL)
 
+    def tail(self, name: str) -> str:
+        """The last lines of a worker's log, and the first error in it."""
+        return _tail(self._log_dir / f"{name}.log")
+
     def _signal_all(self, signum: signal.Signals) -> None:
         for process in self._processes.values():
             _signal_group(process.pid, signum)
@@ -112,8 +118,12 @@ def _signal_group(group: int, signum: signal.Signals) -> None:
 
 
 def _tail(log: Path) -> str:
+    """The log's last lines, after its first error, which is often the cause of all that follows."""
     try:
-        text = log.read_bytes()[-16384:].decode(errors="replace")
+        lines = log.read_text(errors="replace").splitlines()
     except OSError as error:
         return f"(its log {log} can't be read: {error})"
-    return "\n".join(text.splitlines()[-TAIL_LINES:])
+    last = lines[-TAIL_LINES:]
+    errors = (line for line in lines[:-TAIL_LINES] if ERROR_LINE.search(line))
+    first = next(errors, None)
+    return "\n".join(last if first is None else [first, "…", *last])

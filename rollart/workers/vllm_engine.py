@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 ROUNDING = 1e-6
 """Nats by which a log-probability may exceed 0 through rounding; it is reported as 0."""
 CLOSE_TIMEOUT_S = 5.0
+KEPT_PARAMS = 1024
 
 
 class EngineError(RuntimeError):
@@ -78,7 +79,14 @@ class VllmEngine:
             raise
         finally:
             thread.shutdown(wait=False)
-        return cls(llm, start_s=time.perf_counter() - started, on_cpu=on_cpu)
+        engine = cls(llm, start_s=time.perf_counter() - started, on_cpu=on_cpu)
+        if "generate" not in await llm.get_supported_tasks():
+            await asyncio.to_thread(engine.close)
+            raise ValueError(
+                f"vLLM can't generate with the model in {model_dir}: does its config.json name an "
+                "architecture of a causal language model?"
+            )
+        return engine
 
     def close(self) -> None:
         """End the engine's process; blocks until it is gone."""
@@ -185,6 +193,8 @@ class VllmEngine:
         if params is None:
             params = _sampling_params(request)
             if request.seed is None:
+                if len(self._params) >= KEPT_PARAMS:
+                    self._params.clear()
                 self._params[key] = params
         return params
 

@@ -105,7 +105,8 @@ class StoreTransfer(WeightTransferEngine[StoreInit, StoreUpdate]):
         names = []
         for name, layer in self.model.named_modules():
             info = get_layerwise_info(layer)
-            if not info.can_load() or is_deferred_attention_layer(layer):
+            computed = next(layer.parameters(recurse=False), None) is None
+            if computed or not info.can_load() or is_deferred_attention_layer(layer):
                 continue
             got, needed = info.load_numel, info.load_numel_total or 0
             tied_head = self._tied and isinstance(layer, ParallelLMHead)

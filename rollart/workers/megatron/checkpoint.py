@@ -88,8 +88,7 @@ def load(path: Path, model: LanguageModel, optimizer: Optimizer) -> Record:
     except (CheckpointingException, OSError, RuntimeError) as error:
         raise CheckpointError(f"reading the tensors of {path} failed: {error}") from error
     model.gpt.load_state_dict(state["model"])
-    optimizer.megatron.load_state_dict(state["optimizer"])
-    optimizer.start_state()
+    optimizer.load_state(state["optimizer"])
     optimizer.scheduler.load_state_dict(state["scheduler"])
     torch.set_rng_state(state["random"]["torch"])
     get_cuda_rng_tracker().set_states(state["random"]["megatron"])

@@ -10,7 +10,9 @@ silences: they would greet every CPU run.
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -20,8 +22,16 @@ import torch
 __all__ = ["answer_for_cuda"]
 
 CPU = torch.device("cpu")
-FACTORIES = ("tensor", "zeros", "ones", "empty", "full")
+FACTORIES = ("tensor", "zeros", "ones", "empty")
 """The tensor factories that Megatron calls with ``device="cuda"``."""
+LITERAL_DEVICE = (
+    "megatron.core.dist_checkpointing.strategies.state_dict_saver",
+    "megatron.core.distributed.param_and_grad_buffer",
+    "megatron.core.optimizer.clip_grads",
+    "megatron.core.optimizer.optimizer",
+    "megatron.core.pipeline_parallel.schedules",
+)
+"""The modules that do so, as far as they are used here."""
 
 _installed = False
 
@@ -52,10 +62,12 @@ def answer_for_cuda() -> bool:
     for message in (".*Apex (is|are) not installed", "full scope is deprecated"):
         warnings.filterwarnings("ignore", message=message, module="megatron")
     _install_device()
-    _install_random_state()
-    for name in FACTORIES:
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.Tensor.type = _type_as_on_cuda(torch.Tensor.type)  # type: ignore[method-assign]
+    _install_random_state()
+    # These modules see torch through a stand-in: patched in torch itself, the factories would no longer be those
+    # that ``with torch.device(...)`` knows, which breaks transformers.
+    for module in LITERAL_DEVICE:
+        setattr(importlib.import_module(module), "torch", _TorchOnCpu("torch"))
     _installed = True
     return True
 
@@ -79,6 +91,18 @@ def _install_random_state() -> None:
     from megatron.core.tensor_parallel import random
 
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+
+
+class _TorchOnCpu(types.ModuleType):
+    """``torch``, except that its factories make on the CPU what is asked for on CUDA."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        for factory in FACTORIES:
+            setattr(self, factory, _on_cpu(getattr(torch, factory)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -103,6 +103,15 @@ class Optimizer:
             if "step" not in values:
                 values["step"] = torch.tensor(0.0)
 
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over a state that Megatron loaded from a checkpoint.
+
+        Megatron stores Adam's step once for all parameters, and not at all while it is 0.
+        """
+        adam = state.get("optimizer", state)["state"]
+        adam.setdefault("common_step", torch.tensor(0.0))
+        self.megatron.load_state_dict(state)
+
     def snapshot(self) -> OptimizerSnapshot:
         """A copy of everything that ``apply`` changes, except the model's own weights."""
         state = self._adam().state
