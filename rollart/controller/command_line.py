@@ -104,19 +104,20 @@ def _check_packages() -> None:
 
 
 def _check_environments(config: Config) -> None:
-    """``ConfigError`` when a task's environment is in no module that can be found."""
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    for number, task in enumerate(config.tasks):
-        module = task.environment.partition(":")[0]
-        try:
-            found = find_spec(module) is not None
-        except ModuleNotFoundError:
-            found = False
-        if not found:
-            raise ConfigError(
-                f"tasks.{number}.environment: there is no module {module} on the Python path or in this folder"
-            )
+    """``ConfigError`` when a task's environment can't be loaded with its options, or is not to be found."""
+    import subprocess
+
+    import msgspec
+
+    # In a process of its own: an environment's module may import anything, and this process stays small.
+    command = [sys.executable, "-m", "rollart.environments.check"]
+    tasks = msgspec.json.encode(config.tasks)
+    result = subprocess.run(command, input=tasks, capture_output=True, check=False)
+    said = result.stdout.decode(errors="replace").strip().splitlines()
+    if result.returncode:
+        said = result.stderr.decode(errors="replace").strip().splitlines()
+    if said:
+        raise ConfigError(f"tasks: {said[-1]}")
 
 
 def _start(config: Config, folder: RunFolder) -> int:

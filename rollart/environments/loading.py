@@ -6,11 +6,11 @@ import difflib
 import importlib
 import importlib.util
 import inspect
-import os
 import pkgutil
 import sys
 import traceback
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -47,8 +47,9 @@ def load_environment(task: str, path: str, options: Mapping[str, Any]) -> Bluepr
     does not have, or where the user's code raised.  The class is built once to check the options.
     """
     where = f"task {task}: environment {path!r}"
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
     module_name, _, class_name = path.partition(":")
     environment = _class(_module(module_name, where), class_name, where)
     blueprint = Blueprint(environment, options)

@@ -108,8 +108,11 @@ class EnvironmentWorker(Worker):
             self._drop(session)
         if self._closing:
             await asyncio.wait(self._closing, timeout=CLOSE_PATIENCE_S)
+        for task in self._closing:
+            task.cancel()
         if self._threads is not None:
             self._threads.stop()
+            self._threads = None
 
     # --- requests -------------------------------------------------------------------------------------
 
@@ -216,13 +219,14 @@ class EnvironmentWorker(Worker):
 
     def _dispose(self, session: _Session) -> None:
         environment, session.environment = session.environment, None
-        if environment is not None and session.blueprint.closes:
+        # Without threads the worker has ended: a call that hung until now is not worth waiting for.
+        if environment is not None and session.blueprint.closes and self._threads is not None:
             task = asyncio.get_running_loop().create_task(self._close_environment(session, environment))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
     async def _close_environment(self, session: _Session, environment: Any) -> None:
-        assert self._threads is not None
+        assert self._threads is not None  # since _dispose
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 if session.blueprint.close_is_async:
@@ -236,9 +240,11 @@ class EnvironmentWorker(Worker):
 
 
 def _cancelled(error: BaseException) -> bool:
-    """The running task was cancelled; not: an environment raised ``CancelledError`` by itself."""
-    task = asyncio.current_task()
-    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
+    """The running task was cancelled or thrown away; not: an environment raised ``CancelledError`` by itself."""
+    if isinstance(error, GeneratorExit):
+        return True
+    task = asyncio.current_task() if isinstance(error, asyncio.CancelledError) else None
+    return task is not None and task.cancelling() > 0
 
 
 def _first_text(answer: object) -> str:

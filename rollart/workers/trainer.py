@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, TypeVar
@@ -42,10 +42,6 @@ if TYPE_CHECKING:
 __all__ = ["TrainerWorker"]
 
 Result = TypeVar("Result")
-Weight = tuple[str, str, Sequence[int], memoryview]
-
-BUCKET_BYTES = 64 << 20
-"""The store writes weights in pieces of about this size."""
 
 
 class TrainerWorker(Worker):
@@ -130,24 +126,20 @@ class TrainerWorker(Worker):
             return scores, weights, time.perf_counter() - started
 
         scores, weights, blocked_s = await self._compute(score_and_copy)
-        sizes: list[int] = []
-        manifest = await self._in_store_thread(
-            lambda: self._store.publish(message.version, self._tensors(weights, sizes))
+        manifest, size_bytes = await self._in_store_thread(
+            lambda: self._store_weights(message.version, weights)
         )
-        return Published(message.seq, message.version, manifest, pack_floats(scores), sum(sizes), blocked_s)
+        return Published(message.seq, message.version, manifest, pack_floats(scores), size_bytes, blocked_s)
 
-    def _tensors(self, weights: Mapping[str, torch.Tensor], sizes: list[int]) -> Iterator[Weight]:
-        """``weights`` as the engine loads them: name, dtype, shape, bytes; ``sizes`` takes their lengths."""
-        import torch
-
+    def _store_weights(self, version: int, weights: Mapping[str, torch.Tensor]) -> tuple[str, int]:
+        """Publish ``weights`` as the engine loads them; the manifest's path and the bytes."""
+        from rollart.weights.tensors import buffers_of
         from rollart.workers.megatron.core import TORCH_DTYPES
 
-        dtype = self.config.inference.dtype
-        for name, tensor in self._trainer.named_weights(weights):
-            served = tensor.to(TORCH_DTYPES[dtype]).contiguous()
-            data = memoryview(served.reshape(-1).view(torch.uint8).numpy())
-            sizes.append(data.nbytes)
-            yield name, str(dtype), tuple(served.shape), data
+        dtype = TORCH_DTYPES[self.config.inference.dtype]
+        served = ((name, tensor.to(dtype)) for name, tensor in self._trainer.named_weights(weights))
+        manifest = self._store.publish(version, buffers_of(served))
+        return manifest, sum(weight.numel() for weight in weights.values()) * dtype.itemsize
 
     # --- threads --------------------------------------------------------------------------------------
 
@@ -159,7 +151,7 @@ class TrainerWorker(Worker):
         from rollart.workers.megatron.core import Trainer
 
         torch.set_num_threads(self.config.trainer.threads)
-        self._store = LocalStore(Path(self.welcome.store_dir), bucket_bytes=BUCKET_BYTES)
+        self._store = LocalStore(Path(self.welcome.store_dir))
         self._trainer = Trainer(self.config, Path(self.welcome.model_dir))
         facts = {
             "model": self._trainer.architecture.model_type,

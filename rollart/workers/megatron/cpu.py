@@ -30,6 +30,7 @@ LITERAL_DEVICE = (
     "megatron.core.optimizer.clip_grads",
     "megatron.core.optimizer.optimizer",
     "megatron.core.pipeline_parallel.schedules",
+    "megatron.core.utils",
 )
 """The modules that do so, as far as they are used here."""
 

@@ -1,0 +1,30 @@
+"""``python -m rollart.environments.check``: can these tasks' environments be loaded, with these options?
+
+A process of its own, since an environment's module may import anything, and the controller imports none of it.
+Reads the tasks as JSON from stdin; says what is wrong as one line on stdout, and exits 0 either way.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import msgspec
+
+from rollart.config import Task
+from rollart.environments.loading import load_environment
+from rollart.errors import ConfigError
+
+
+def main() -> None:
+    """Check each task."""
+    tasks = msgspec.json.decode(sys.stdin.buffer.read(), type=list[Task])
+    for task in tasks:
+        try:
+            load_environment(task.name, task.environment, task.options)
+        except ConfigError as error:
+            sys.stdout.write(f"{error}\n")
+            return
+
+
+if __name__ == "__main__":
+    main()

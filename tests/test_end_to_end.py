@@ -1,0 +1,187 @@
+"""Whole runs with all real workers: vLLM engines, the Megatron-core trainer, environments, the command line."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rollart.controller import events
+from rollart.controller.events import Event, read_events
+from rollart.controller.invariants import Invariants
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+GAP = 1e-4
+"""Nats between the engine's and the trainer's log-probability of a token, mean over a batch, in float32."""
+
+
+class Run:
+    """``python -m rollart.controller`` in a folder of its own."""
+
+    def __init__(self, folder: Path, config: str, *overrides: str) -> None:
+        self.folder = folder / "run"
+        self.log = folder / "output"
+        command = [sys.executable, "-m", "rollart.controller", str(EXAMPLES / config), f"run_dir={self.folder}"]
+        with self.log.open("wb") as output:
+            self.process = subprocess.Popen([*command, *overrides], stdout=output, stderr=subprocess.STDOUT)
+        self.family: list[psutil.Process] = []
+        """Every process of the run that was seen."""
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text()
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        path = self.folder / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    @property
+    def events(self) -> list[Event]:
+        return list(read_events(self.folder / "events"))
+
+    def look(self) -> None:
+        """Note the processes there are now."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self.family = list({*self.family, *psutil.Process(self.process.pid).children(recursive=True)})
+
+    def wait_for_steps(self, count: int) -> None:
+        while len(self.rows) < count:
+            assert self.process.poll() is None, self.output
+            self.look()
+            time.sleep(0.2)
+
+    def survivors(self, within_s: float) -> list[psutil.Process]:
+        """Processes of the run that are left after so long."""
+        _, left = psutil.wait_procs(self.family, timeout=within_s)
+        return [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+    def check_events(self) -> None:
+        invariants = Invariants()
+        for event in self.events:
+            invariants.feed(event)
+        assert invariants.violations == []
+
+
+@contextlib.contextmanager
+def started(folder: Path, config: str, *overrides: str) -> Iterator[Run]:
+    run = Run(folder, config, *overrides)
+    try:
+        yield run
+    finally:
+        run.look()
+        if run.process.poll() is None:
+            run.process.kill()
+            run.process.wait()
+        run.survivors(10)
+
+
+def shared_memory() -> set[Path]:
+    return set(Path("/dev/shm").glob("rollart-*"))
+
+
+def test_the_demo_trains_on_real_parts_and_keeps_the_invariants(tmp_path: Path) -> None:
+    """The demo's config, a few steps of it: the paper's order, redundancy on, evaluations, files at the end."""
+    before = shared_memory()
+    with started(tmp_path, "frozen_lake.yaml", "steps=6", "evaluation.episodes=20") as run:
+        run.wait_for_steps(1)
+        assert run.process.wait(300) == 0, run.output
+        assert run.survivors(5) == []
+    assert shared_memory() == before
+    run.check_events()
+    assert [row["step"] for row in run.rows] == list(range(6))
+    for row in run.rows:
+        assert row["logprob_gap_mean"] < GAP and row["logprob_gap_tokens"] == row["tokens"]
+        assert row["staleness_max"] <= 1 and row["train_lag_max"] <= 2
+    assert "eval_success_before" in run.rows[0] and "eval_success" in run.rows[-1]
+    swaps = [e for e in run.events if isinstance(e, events.Swapped)]
+    assert [e.version for e in swaps] == list(range(7)) and all(e.canary_gap < 1e-3 for e in swaps)
+    assert any(e.in_flight for e in swaps), "weights change while trajectories are in flight"
+    assert run.events[-1].outcome == "success"  # type: ignore[union-attr]
+    assert not (run.folder / "private").exists()
+    assert [p.name for p in (run.folder / "checkpoints").iterdir()] == ["step-000006"]
+    _check_weights(run.folder / "weights")
+
+
+def _check_weights(folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert model.config.vocab_size >= len(tokenizer)
+
+
+def test_long_answers_span_updates_with_the_same_gap_and_ctrl_c_ends_in_order(tmp_path: Path) -> None:
+    """Temperature 0.8, a token mask, two engines that swap by themselves; then a person has seen enough."""
+    before = shared_memory()
+    with started(tmp_path, "letters.yaml", "steps=1000", "inference.workers=2") as run:
+        run.wait_for_steps(6)
+        run.look()
+        run.process.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        assert run.process.wait(30) == 130, run.output
+        assert time.monotonic() - began < 10
+        assert run.survivors(5) == []
+    assert shared_memory() == before
+    assert "interrupted" in run.output.splitlines()[-1]
+    run.check_events()
+    rows = run.rows
+    assert sum(row["generations_spanning_updates"] for row in rows) > 0
+    trained = sum(row["trajectories_of_several_versions"] for row in rows)
+    assert trained > 0, "and such generations are trained on"
+    assert all(row["logprob_gap_mean"] < GAP for row in rows)
+    assert {e.worker for e in run.events if isinstance(e, events.Swapped)} == {"inference-0", "inference-1"}
+
+
+def test_nothing_outlives_a_killed_controller(tmp_path: Path) -> None:
+    before = shared_memory()
+    with started(tmp_path, "frozen_lake.yaml", "steps=1000", "evaluation.episodes=0") as run:
+        run.wait_for_steps(1)
+        run.process.kill()
+        run.process.wait()
+        assert run.survivors(15) == []
+    assert shared_memory() == before
+    list(read_events(run.folder / "events"))
+
+
+def test_a_worker_that_dies_at_start_is_told_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within seconds, though the engine is still starting then: it is ended too."""
+    (tmp_path / "fragile.py").write_text(
+        "import sys\n"
+        "from rollart.environments import Environment\n"
+        "class Fragile(Environment):\n"
+        "    def __init__(self):\n"
+        "        if any('workers' in word for word in sys.orig_argv):\n"
+        "            raise LookupError('the map archive is gone')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    overrides = ["tasks.0.environment=fragile:Fragile", "tasks.0.options={}"]
+    with started(tmp_path, "frozen_lake.yaml", *overrides) as run:
+        while run.process.poll() is None:
+            run.look()
+            time.sleep(0.1)
+        assert run.process.returncode == 1
+        assert run.survivors(5) == []
+    assert "environment worker environment-" in run.output and "ended with exit code 1" in run.output
+    assert "the map archive is gone" in run.output
+
+
+def test_wrong_environments_are_told_before_anything_starts(tmp_path: Path) -> None:
+    for override, hint in (
+        ("tasks.0.environment=rollart.environments.frozen_lake:FrozenLak", "did you mean FrozenLake?"),
+        ("tasks.0.options.sise=3", "did you mean size?"),
+        ("tasks.0.options.size=1", "size is 1"),
+    ):
+        with started(tmp_path, "frozen_lake.yaml", override) as run:
+            assert run.process.wait(60) == 2
+        assert hint in run.output and run.output.count("\n") == 1
+        assert not run.folder.exists()

@@ -1,0 +1,185 @@
+"""The trainer worker as its controller sees it: a process at the other end of encrypted sockets."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import pytest
+import torch
+import zmq
+
+from rollart.packing import pack_ids, unpack_floats
+from rollart.protocol import (
+    Attach,
+    Beat,
+    Collect,
+    Done,
+    Export,
+    Failure,
+    FailureKind,
+    Goodbye,
+    Hello,
+    Message,
+    Publish,
+    Published,
+    Ready,
+    SaveCheckpoint,
+    Shutdown,
+    Suspend,
+    Trained,
+    TrainStep,
+    Welcome,
+    decode_to_controller,
+    encode,
+)
+from rollart.weights.local import LocalStore
+from rollart.weights.tensors import tensors_of
+from rollart.workers.worker import Peer
+from tests.trainer_case import frames_of, make_config, make_groups, reference_model, write_model
+
+Answer = TypeVar("Answer", bound=Message)
+CANARY = list(range(3, 30))
+
+
+class Controller:
+    """One ROUTER socket and one trainer process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        public, secret = zmq.curve_keypair()
+        self.router = self.context.socket(zmq.ROUTER)
+        self.router.curve_server = True
+        self.router.curve_publickey, self.router.curve_secretkey = public, secret
+        self.router.bind("tcp://127.0.0.1:*")
+        client_public, client_secret = zmq.curve_keypair()
+        address = self.router.getsockopt_string(zmq.LAST_ENDPOINT)
+        peer = Peer(address, public.decode(), client_public.decode(), client_secret.decode())
+        (folder / "peer.json").write_bytes(msgspec.json.encode(peer))
+        self.log = (folder / "log").open("wb")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "rollart.workers", "trainer", "--key-file", folder / "peer.json"]
+            + ["--name", "t", "--parent", str(os.getpid())],
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            stderr=self.log,
+        )
+        self.beats: list[float] = []
+        self.messages: list[Message] = []
+
+    def receive(self, timeout_s: float) -> Message:
+        """The next message but beats, whose times are noted."""
+        end = time.monotonic() + timeout_s
+        while self.router.poll(max(0, int(1000 * (end - time.monotonic())))):
+            message = decode_to_controller(self.router.recv_multipart()[1])
+            if not isinstance(message, Beat):
+                return message
+            self.beats.append(time.monotonic())
+        raise TimeoutError(f"silent for {timeout_s} s: {(self.folder / 'log').read_text()[-2000:]}")
+
+    def send(self, message: Message, payload: Sequence[bytes] = (), channel: str = "control") -> None:
+        self.router.send_multipart([f"{channel}:t".encode(), encode(message), *payload])
+
+    def ask(self, kind: type[Answer], message: Message, payload: Sequence[bytes] = ()) -> Answer:
+        """The answer to ``message``, which must be of that kind."""
+        self.send(message, payload, "data" if payload else "control")
+        answer = self.receive(60)
+        assert isinstance(answer, kind), answer
+        assert getattr(answer, "seq", None) == getattr(message, "seq", None)
+        return answer
+
+    def start(self, model: Path) -> Ready:
+        """Shake hands, and wait until it is ready."""
+        first = [self.receive(60), self.receive(60)]
+        assert {type(message) for message in first} == {Hello, Attach}
+        config = msgspec.msgpack.encode(make_config())
+        self.send(Welcome(config, str(self.folder), str(model), str(self.folder / "store"), 0.05, 60.0))
+        ready = self.receive(120)
+        assert isinstance(ready, Ready), ready
+        return ready
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self.log.close()
+        self.router.close(linger=0)
+        self.context.term()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "model", "qwen3-tied")
+
+
+@pytest.fixture(scope="module")
+def controller(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Controller]:
+    controller = Controller(tmp_path_factory.mktemp("run"))
+    try:
+        ready = controller.start(model)
+        assert ready.facts["model"] == "qwen3"
+        yield controller
+        controller.send(Shutdown("the test is over"))
+        assert isinstance(controller.receive(30), Goodbye)
+        assert controller.process.wait(30) == 0
+    finally:
+        controller.close()
+
+
+def canary_of(folder: Path) -> list[float]:
+    with torch.no_grad():
+        known = reference_model(folder)(torch.tensor([CANARY])).logits[0].log_softmax(-1)
+    return [known[place, token].item() for place, token in enumerate(CANARY[1:])]
+
+
+def test_train_publish_checkpoint_export_and_collect(controller: Controller, model: Path) -> None:
+    """The life of two versions, each request asked twice where it is idempotent."""
+    folder = controller.folder
+    start = controller.ask(Published, Publish(1, 0, pack_ids(CANARY)))
+    assert unpack_floats(start.canary_logprobs) == pytest.approx(canary_of(model), abs=1e-4)
+    expected = reference_model(model).state_dict()
+    del expected["lm_head.weight"]
+    with LocalStore(folder / "store").pull(start.manifest) as weights:
+        stored = dict(tensors_of(weights))
+        assert stored.keys() == expected.keys()
+        assert all(torch.equal(stored[name], expected[name]) for name in stored)
+        assert start.size_bytes == sum(value.nbytes for value in stored.values())
+        del stored
+
+    groups = make_groups(reference_model(model), make_config())
+    trained = controller.ask(Trained, TrainStep(2, 40, 0, 1.0), frames_of(groups))
+    assert (trained.step_id, trained.version, trained.skipped) == (40, 1, "")
+    assert trained.metrics["logprob_gap_max"] < 1e-4
+    again = controller.ask(Trained, TrainStep(3, 40, 0, 1.0), frames_of(groups))
+    assert again == msgspec.structs.replace(trained, seq=3)
+    refused = controller.ask(Failure, TrainStep(4, 41, 0, 1.0), frames_of(groups))
+    assert refused.kind is FailureKind.DETERMINISTIC
+    assert "at version 1" in refused.message
+
+    assert controller.ask(Done, Export(5, str(folder / "export"))) == Done(5)
+    published = controller.ask(Published, Publish(6, 1, pack_ids(CANARY)))
+    assert unpack_floats(published.canary_logprobs) == pytest.approx(canary_of(folder / "export"), abs=1e-4)
+    assert published.blocked_s < 5
+    repeated = controller.ask(Published, Publish(7, 1, pack_ids(CANARY)))
+    assert repeated == msgspec.structs.replace(published, seq=7)
+    assert "at 1" in controller.ask(Failure, Publish(8, 2, pack_ids(CANARY))).message
+
+    assert controller.ask(Done, Collect(9, 1)) == Done(9)
+    assert [each.name for each in (folder / "store").iterdir()] == ["v1"]
+    for seq in (10, 11):
+        assert controller.ask(Done, SaveCheckpoint(seq, str(folder / "checkpoint"))) == Done(seq)
+    assert (folder / "checkpoint" / "rollart.json").is_file()
+    assert controller.ask(Failure, Export(12, str(folder / "export"))).kind is FailureKind.DETERMINISTIC
+    assert controller.beats
+
+
+def test_what_a_trainer_does_not_serve_is_refused(controller: Controller) -> None:
+    failure = controller.ask(Failure, Suspend(20))
+    assert failure.kind is FailureKind.DETERMINISTIC
+    assert "Suspend" in failure.message
