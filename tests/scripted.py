@@ -155,11 +155,16 @@ class ScriptedTrainer(Worker):
         super().__init__(peer, name=name)
         self.script = script
         self.version = 0
+        self.one_at_a_time = asyncio.Lock()
 
     async def setup(self) -> Ready:
         return Ready(1, {"trainer": "scripted"})
 
     async def serve(self, message: ToWorker, payload: Sequence[bytes]) -> Message | None:
+        async with self.one_at_a_time:
+            return await self.carry_out(message, payload)
+
+    async def carry_out(self, message: ToWorker, payload: Sequence[bytes]) -> Message | None:
         match message:
             case TrainStep(seq=seq, step_id=step):
                 assert message.version == self.version

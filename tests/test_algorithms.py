@@ -87,7 +87,7 @@ def test_clipping_takes_the_gradient_away_only_where_the_policy_moved_too_far(
     behaviour = torch.tensor([-1.0])
     logprobs = (behaviour + math.log(ratio)).requires_grad_()
     terms = clipped_policy_loss(logprobs, behaviour, torch.tensor([advantage]), clip_low=0.2, clip_high=0.3)
-    terms.loss.sum().backward()
+    torch.autograd.backward(terms.loss.sum())
     assert terms.loss.item() == pytest.approx(loss)
     assert terms.clipped.item() is clipped
     assert logprobs.grad is not None

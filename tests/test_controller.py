@@ -51,6 +51,19 @@ async def test_a_run_keeps_the_invariants(tmp_path: Path, rollout: dict[str, obj
     assert evaluated[0] == 0 and evaluated[-1] == 12 and len(evaluated) == 4
 
 
+@pytest.mark.parametrize("update_at", ["batch", "publish"])
+async def test_batches_that_wait_for_the_trainer_keep_the_order_of_its_requests(
+    tmp_path: Path, update_at: str
+) -> None:
+    """Each version is published between its own step and the next, also when the next batch is there already."""
+    script = Script()
+    script.train_s = lambda: 0.02
+    rollout = {"update_at": update_at, "staleness_bound": 3, "redundant_groups": 4}
+    run = ScriptedRun(config_of(steps=15, rollout=rollout), script, tmp_path / "run")
+    assert await run.controller.run() is Outcome.SUCCESS
+    assert run.violations == []
+
+
 async def test_a_batch_is_what_was_sampled(tmp_path: Path) -> None:
     script = heavy_tailed(Script())
     run = ScriptedRun(config_of(sampling={"max_tokens": 3}), script, tmp_path / "run")

@@ -37,7 +37,7 @@ def launcher(tmp_path: Path) -> tuple[LocalLauncher, list[WorkerExit]]:
     key_file = tmp_path / "peer.json"
     transport.peer_file.write(key_file)
     transport.close()
-    return LocalLauncher(key_file, tmp_path, on_exit=exits.append), exits
+    return LocalLauncher(key_file, tmp_path, tmp_path, on_exit=exits.append), exits
 
 
 async def test_a_death_at_start_tells_its_code_and_last_lines(
@@ -96,7 +96,7 @@ async def test_a_worker_ends_when_its_launcher_is_killed(tmp_path: Path) -> None
         f"    folder = pathlib.Path({str(tmp_path)!r})\n"
         "    transport = ZmqTransport()\n"
         "    transport.peer_file.write(folder / 'peer.json')\n"
-        "    launcher = LocalLauncher(folder / 'peer.json', folder, on_exit=print)\n"
+        "    launcher = LocalLauncher(folder / 'peer.json', folder, folder, on_exit=print)\n"
         "    await launcher.start(Placement('environment-0', 'environment', 'CPU'))\n"
         "    (pid,) = [p.pid for p in launcher._processes.values()]\n"
         "    await asyncio.sleep(2)\n"

@@ -38,6 +38,12 @@ from tests.trainer_case import (
 
 Make = Callable[..., Trainer]
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:full scope is deprecated"),
+]
+
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
@@ -83,7 +89,8 @@ def step(trainer: Trainer, groups: Any, step_id: int | None = None, share: float
 
 
 def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in trainer.named_weights(dict(trainer.model.parameters()))}
+    parameters = {name: value.detach().clone() for name, value in trainer.model.parameters()}
+    return dict(trainer.named_weights(parameters))
 
 
 def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
@@ -269,6 +276,38 @@ def test_a_step_that_is_not_finite_leaves_nothing_behind(make: Make, folder: Pat
     after, expected = step(trainer, [good], step_id=2), step(untouched, [good], step_id=2)
     assert after.metrics["loss"] == expected.metrics["loss"]
     assert after.metrics["learning_rate"] == expected.metrics["learning_rate"]
+    assert_same(weights_of(trainer), weights_of(untouched))
+
+
+@pytest.mark.parametrize(("minibatches", "failing"), [(1, 1), (2, 1), (2, 2)])
+def test_an_optimizer_that_fails_half_way_is_undone_or_never_used_again(
+    make: Make, folder: Path, monkeypatch: pytest.MonkeyPatch, minibatches: int, failing: int
+) -> None:
+    config = make_config(trainer=TrainerConfig(learning_rate=1e-2, minibatches=minibatches))
+    groups = make_groups(reference_model(folder), config, groups=2)
+    trainer = make(config)
+    before = weights_of(trainer)
+    original, calls = trainer.optimizer.megatron.step_with_ready_grads, []
+
+    def fail() -> None:
+        original()
+        calls.append(1)
+        if len(calls) == failing:
+            raise MemoryError("no room")
+
+    monkeypatch.setattr(trainer.optimizer.megatron, "step_with_ready_grads", fail)
+    with pytest.raises(MemoryError):
+        step(trainer, groups, step_id=1)
+    monkeypatch.undo()
+    if minibatches == 1:
+        with pytest.raises(RuntimeError, match="restart the trainer"):
+            step(trainer, groups, step_id=1)
+        with pytest.raises(RuntimeError, match="restart the trainer"):
+            trainer.weights()
+        return
+    assert_same(weights_of(trainer), before)
+    untouched = make(config)
+    assert step(trainer, groups, step_id=1).skipped == step(untouched, groups, step_id=1).skipped == ""
     assert_same(weights_of(trainer), weights_of(untouched))
 
 

@@ -64,9 +64,9 @@ class Controller:
         peer = Peer(address, public.decode(), client_public.decode(), client_secret.decode())
         (folder / "peer.json").write_bytes(msgspec.json.encode(peer))
         self.log = (folder / "log").open("wb")
+        options = ["--key-file", str(folder / "peer.json"), "--name", "t", "--parent", str(os.getpid())]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "rollart.workers", "trainer", "--key-file", folder / "peer.json"]
-            + ["--name", "t", "--parent", str(os.getpid())],
+            [sys.executable, "-m", "rollart.workers", "trainer", *options],
             env={**os.environ, "HF_HUB_OFFLINE": "1"},
             stderr=self.log,
         )

@@ -58,7 +58,9 @@ def shape_of(kind: str) -> PreTrainedConfig:
 def write_model(folder: Path, kind: str) -> Path:
     """A Hugging Face folder whose weights all matter, norms and biases too."""
     torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(shape_of(kind), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        shape_of(kind), dtype=torch.float32
+    )
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.3)
@@ -69,7 +71,8 @@ def write_model(folder: Path, kind: str) -> Path:
 
 def reference_model(folder: Path) -> Any:
     """The folder's model in ``transformers``, in float32."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval()
 
 
 def make_config(
@@ -202,11 +205,12 @@ def grpo_steps(
 ) -> tuple[list[float], list[float]]:
     """Train ``model`` with torch's AdamW, a step a part; the losses and gradient norms."""
     options = config.trainer
+    parameters: list[dict[str, Any]] = [
+        {"params": [each for each in model.parameters() if each.dim() > 1]},
+        {"params": [each for each in model.parameters() if each.dim() == 1], "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(
-        [
-            {"params": [each for each in model.parameters() if each.dim() > 1]},
-            {"params": [each for each in model.parameters() if each.dim() == 1], "weight_decay": 0.0},
-        ],
+        parameters,
         lr=options.learning_rate,
         betas=(options.adam_beta1, options.adam_beta2),
         eps=options.adam_eps,
@@ -218,7 +222,7 @@ def grpo_steps(
             each["lr"] = options.learning_rate * min(1.0, number / max(options.warmup_optimizer_steps, 1))
         optimizer.zero_grad()
         loss = grpo_loss(model, part, config)
-        loss.backward()
+        torch.autograd.backward(loss)
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip_grad_norm).item())
         losses.append(loss.item())
         optimizer.step()

@@ -42,7 +42,9 @@ async def run_locally(config: Config, folder: RunFolder, *, stream: TextIO) -> O
 
 
 def _launch_in(folder: RunFolder) -> Callable[[Callable[[WorkerExit], None]], LocalLauncher]:
-    return lambda on_exit: LocalLauncher(folder.key_file, folder.logs, on_exit=on_exit)
+    store = folder.store
+    assert store is not None
+    return lambda on_exit: LocalLauncher(folder.key_file, folder.logs, store, on_exit=on_exit)
 
 
 @contextlib.contextmanager

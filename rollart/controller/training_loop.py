@@ -209,6 +209,8 @@ class TrainingLoop:
             await self._publishing
         self._publishing = asyncio.get_running_loop().create_task(self._sync.publish(self._trainer, version))
         self._publishing.add_done_callback(self._published)
+        # Its request must be on the way before the next TrainStep: it speaks of the weights between the two.
+        await asyncio.sleep(0)
 
     def _published(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()

@@ -57,9 +57,13 @@ class WorkerExit(msgspec.Struct, frozen=True):
 class LocalLauncher:
     """Starts worker processes, says when one ends, and leaves none behind."""
 
-    def __init__(self, key_file: Path, log_dir: Path, *, on_exit: Callable[[WorkerExit], None]) -> None:
+    def __init__(
+        self, key_file: Path, log_dir: Path, temporary: Path, *, on_exit: Callable[[WorkerExit], None]
+    ) -> None:
+        """``temporary`` holds the workers' temporary files and sockets; whoever made it removes it."""
         self._key_file = key_file
         self._log_dir = log_dir
+        self._temporary = temporary
         self._on_exit = on_exit
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._watchers: set[asyncio.Task[None]] = set()
@@ -77,12 +81,16 @@ class LocalLauncher:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", **placement.environment},
+                env=self._environment(placement),
             )
         self._processes[placement.name] = process
         watcher = asyncio.get_running_loop().create_task(self._watch(placement, process, log))
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
+
+    def _environment(self, placement: Placement) -> dict[str, str]:
+        own = {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "TMPDIR": str(self._temporary)}
+        return {**os.environ, **own, **placement.environment}
 
     async def stop(self, *, grace_s: float) -> None:
         """End all workers: they have ``grace_s`` to end by themselves, then half of it after SIGTERM."""

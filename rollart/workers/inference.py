@@ -64,6 +64,7 @@ class InferenceWorker(Worker):
     version: int | None = None
     """What the engine serves, by its own word."""
     phase: Phase = Phase.SERVING
+    _starting: asyncio.Future[VllmEngine] | None = None
 
     async def setup(self) -> Ready:
         """Start the engine, with random weights, and open the store."""
@@ -76,7 +77,12 @@ class InferenceWorker(Worker):
         self._broken_by = ""
         # Engines that share a seed would sample the same answers to the same prompts.
         seed = zlib.crc32(f"{self.config.seed}/{self.name}".encode()) & 0x7FFFFFFF
-        self.engine = await VllmEngine.start(self.welcome.model_dir, settings, seed=seed)
+        self._starting = asyncio.ensure_future(
+            VllmEngine.start(
+                self.welcome.model_dir, settings, seed=seed, scratch_in=Path(self.welcome.store_dir)
+            )
+        )
+        self.engine = await self._starting
         facts = {
             "engine": f"vllm {_vllm_version()} on {'CPU' if self.engine.on_cpu else 'GPU'}",
             "engine_start_s": f"{self.engine.start_s:.1f}",
@@ -111,7 +117,10 @@ class InferenceWorker(Worker):
         raise Deterministic(f"an inference worker does not serve {type(message).__name__}")
 
     async def teardown(self) -> None:
-        """End the engine."""
+        """End the engine, also one that is starting."""
+        if self._starting is not None and not self._starting.done():
+            self._starting.cancel()
+            await asyncio.wait({self._starting})
         if self.engine is not None:
             await asyncio.to_thread(self.engine.close)
             self.engine = None

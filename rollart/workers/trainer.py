@@ -8,6 +8,7 @@ for it.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -112,13 +113,11 @@ class TrainerWorker(Worker):
         return msgspec.structs.replace(known, seq=message.seq)
 
     async def _publish_new(self, message: Publish) -> Published:
-        from rollart.workers.megatron.batch import Refusal
-
         def score_and_copy() -> tuple[list[float], Mapping[str, torch.Tensor], float]:
             started = time.perf_counter()
             trainer = self._trainer
             if message.version != trainer.version:
-                raise Refusal(
+                raise Deterministic(
                     f"version {message.version} can't be published: the trainer is at {trainer.version}"
                 )
             scores = trainer.score(unpack_ids(message.canary))
@@ -145,6 +144,8 @@ class TrainerWorker(Worker):
 
     def _build(self) -> Ready:
         """In the computing thread: everything that imports torch."""
+        logging.getLogger("megatron").setLevel(logging.WARNING)  # its INFO lists every parameter
+
         import torch
 
         from rollart.weights.local import LocalStore
@@ -163,13 +164,11 @@ class TrainerWorker(Worker):
         return Ready(1, facts)
 
     async def _compute(self, call: Callable[[], Result]) -> Result:
-        """The result of ``call`` in the computing thread; what it refuses becomes ``Deterministic``."""
-        from rollart.workers.megatron.batch import Refusal
-
+        """The result of ``call`` in the computing thread; a path that is taken is ``Deterministic``."""
         loop = asyncio.get_running_loop()
         try:
             return await loop.run_in_executor(self._compute_thread, call)
-        except (Refusal, FileExistsError) as error:
+        except FileExistsError as error:
             raise Deterministic(str(error)) from error
 
     async def _in_store_thread(self, call: Callable[[], Result]) -> Result:

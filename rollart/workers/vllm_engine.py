@@ -8,14 +8,18 @@ can't be true is an error, never passed on.  Prompts and answers are token ids; 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import multiprocessing
 import os
+import shutil
+import tempfile
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollart.config import Inference
@@ -36,6 +40,10 @@ ROUNDING = 1e-6
 """Nats by which a log-probability may exceed 0 through rounding; it is reported as 0."""
 CLOSE_TIMEOUT_S = 5.0
 KEPT_PARAMS = 1024
+"""Sampling parameters kept for requests that are alike."""
+MAX_SOCKET_PATH = 107
+MAX_NAME = 40
+"""Characters of the scratch folder's name, and of a socket's in it, at most."""
 
 
 class EngineError(RuntimeError):
@@ -45,10 +53,11 @@ class EngineError(RuntimeError):
 class VllmEngine:
     """An ``AsyncLLM`` whose weights come from a weight store."""
 
-    def __init__(self, llm: AsyncLLM, *, start_s: float, on_cpu: bool) -> None:
+    def __init__(self, llm: AsyncLLM, scratch: Path, *, start_s: float, on_cpu: bool) -> None:
         self.start_s = start_s
         self.on_cpu = on_cpu
         self._llm = llm
+        self._scratch = scratch
         self._running: set[str] = set()
         self._params: dict[tuple[object, ...], SamplingParams] = {}
         from vllm.inputs.engine import tokens_input
@@ -58,28 +67,31 @@ class VllmEngine:
     # --- life -----------------------------------------------------------------------------------------
 
     @classmethod
-    async def start(cls, model_dir: str, settings: Inference, *, seed: int) -> VllmEngine:
+    async def start(cls, model_dir: str, settings: Inference, *, seed: int, scratch_in: Path) -> VllmEngine:
         """Start an engine for the model in ``model_dir``, with random weights until the first ``load``.
 
         Runs in a thread: the event loop goes on.  When the task is cancelled, what was started is ended.
+        The engine's sockets and temporary files are in a folder made in ``scratch_in``.
         """
         started = time.perf_counter()
+        scratch = _make_scratch(scratch_in)
         before = set(multiprocessing.active_children())
         thread = ThreadPoolExecutor(1, thread_name_prefix="engine-start")
         loop = asyncio.get_running_loop()
-        starting = loop.run_in_executor(thread, _start, model_dir, settings, seed)
+        starting = loop.run_in_executor(thread, _start, model_dir, settings, seed, scratch)
         try:
             llm, on_cpu = await asyncio.shield(starting)
-        except asyncio.CancelledError:
+        except BaseException:
             while not starting.done():
                 _kill(set(multiprocessing.active_children()) - before)
                 await asyncio.wait({starting}, timeout=0.2)
-            if starting.exception() is None:
+            if not starting.cancelled() and starting.exception() is None:
                 starting.result()[0].shutdown(timeout=0)
+            shutil.rmtree(scratch, ignore_errors=True)
             raise
         finally:
             thread.shutdown(wait=False)
-        engine = cls(llm, start_s=time.perf_counter() - started, on_cpu=on_cpu)
+        engine = cls(llm, scratch, start_s=time.perf_counter() - started, on_cpu=on_cpu)
         if "generate" not in await llm.get_supported_tasks():
             await asyncio.to_thread(engine.close)
             raise ValueError(
@@ -91,6 +103,7 @@ class VllmEngine:
     def close(self) -> None:
         """End the engine's process; blocks until it is gone."""
         self._llm.shutdown(timeout=CLOSE_TIMEOUT_S)
+        shutil.rmtree(self._scratch, ignore_errors=True)
 
     @property
     def dead(self) -> bool:
@@ -220,19 +233,46 @@ class VllmEngine:
         await self._llm.resume_generation()
 
 
-def _start(model_dir: str, settings: Inference, seed: int) -> tuple[AsyncLLM, bool]:
-    """In a thread: everything that imports vLLM.
+def _make_scratch(place: Path) -> Path:
+    """A private folder in ``place``, or in the system's temporary folder where its sockets' paths would be
+    longer than a socket's path may be."""
+    fits = len(str(place.absolute())) + 2 * MAX_NAME < MAX_SOCKET_PATH
+    return Path(tempfile.mkdtemp(prefix="engine-", dir=place if fits else None))
 
-    The variables are the engine process's too.  Its threads aren't bound to cores: engines and a trainer share
-    them, and vLLM would bind each engine to the same ones.
+
+@contextlib.contextmanager
+def _environment(settings: Inference, scratch: Path) -> Iterator[None]:
+    """The variables that vLLM, and the engine process that inherits them, start with.
+
+    The engine's threads aren't bound to cores: engines and a trainer share them, and vLLM would bind each
+    engine to the same ones.
     """
     os.environ.update(
         VLLM_CPU_OMP_THREADS_BIND="nobind",
         OMP_NUM_THREADS=str(settings.threads),
         VLLM_NO_USAGE_STATS="1",
+        VLLM_RPC_BASE_PATH=str(scratch),
         HF_HUB_OFFLINE="1",
     )
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    before = os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = str(scratch)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TMPDIR"]
+        else:
+            os.environ["TMPDIR"] = before
+
+
+def _start(model_dir: str, settings: Inference, seed: int, scratch: Path) -> tuple[AsyncLLM, bool]:
+    """In a thread: everything that imports vLLM."""
+    with _environment(settings, scratch):
+        return _start_vllm(model_dir, settings, seed)
+
+
+def _start_vllm(model_dir: str, settings: Inference, seed: int) -> tuple[AsyncLLM, bool]:
     from vllm import AsyncEngineArgs
     from vllm.config import WeightTransferConfig
     from vllm.platforms import current_platform

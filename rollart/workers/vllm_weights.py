@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 from dataclasses import dataclass
@@ -39,8 +40,6 @@ __all__ = ["BACKEND", "StoreExecutor", "StoreTransfer"]
 
 BACKEND = "rollart_store"
 """The backend's name in vLLM's ``WeightTransferConfig``."""
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -125,21 +124,24 @@ class StoreExecutor(UniProcExecutor):
 
 
 def end_with_parent() -> None:
-    """Kill this process as soon as the process that spawned it is gone."""
+    """Kill this process as soon as the process that spawned it is gone, and remove its temporary files."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return
 
     def wait() -> None:
         parent.join()
+        shutil.rmtree(os.environ["VLLM_RPC_BASE_PATH"], ignore_errors=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=wait, name="end-with-parent", daemon=True).start()
 
 
-def _register() -> None:
+def _prepare() -> None:
+    # It warns of layers that an update leaves as they are, computed and tied ones included; ``_unloaded`` is exact.
+    logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, StoreTransfer)
 
 
-_register()
+_prepare()

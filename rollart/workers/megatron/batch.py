@@ -20,13 +20,14 @@ from rollart.algorithms.advantages import group_relative
 from rollart.algorithms.losses import SamplingDistribution
 from rollart.config import MixedVersions
 from rollart.protocol import TrainGroup, TrainSample
+from rollart.workers.worker import Deterministic
 
 __all__ = ["Batch", "MicroBatch", "Refusal", "Trajectory"]
 
 _decoder = msgspec.msgpack.Decoder(TrainGroup)
 
 
-class Refusal(ValueError):
+class Refusal(Deterministic, ValueError):
     """A request breaks a rule and would be refused again; nothing was changed."""
 
 

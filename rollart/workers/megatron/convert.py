@@ -119,4 +119,4 @@ def _join_qkv(shape: Architecture, parts: list[Tensor]) -> Tensor:
 def _split_qkv(shape: Architecture, joined: Tensor) -> list[Tensor]:
     queries = shape.heads // shape.kv_heads
     grouped = joined.reshape(shape.kv_heads, queries + 2, shape.head_dim, *joined.shape[1:])
-    return [part.reshape(-1, *joined.shape[1:]) for part in grouped.split([queries, 1, 1], 1)]
+    return [part.reshape(-1, *joined.shape[1:]) for part in torch.split(grouped, [queries, 1, 1], 1)]

@@ -72,12 +72,17 @@ class Trainer:
             allowed=_resolved(config.sampling.allowed_token_ids),
             vocab_size=self.architecture.vocab_size,
         )
-        join_parallel(config.seed)
-        self.dtype = TORCH_DTYPES[config.trainer.dtype]
-        self.model = LanguageModel(self.architecture, self.dtype)
         seed = config.model.random.seed if config.model.random else None
-        self._load_weights(read_weights(model_dir, hf_config, seed))
-        self.optimizer = Optimizer(self.model, config.trainer)
+        weights = read_weights(model_dir, hf_config, seed)
+        self.dtype = TORCH_DTYPES[config.trainer.dtype]
+        join_parallel(config.seed)
+        try:
+            self.model = LanguageModel(self.architecture, self.dtype)
+            self._load_weights(weights)
+            self.optimizer = Optimizer(self.model, config.trainer)
+        except BaseException:
+            leave_parallel()
+            raise
         self.history = WeightHistory(self.model, keep=config.rollout.staleness_bound + 2)
         self._schedule = get_forward_backward_func()
         self._answers: OrderedDict[int, StepResult] = OrderedDict()
@@ -100,6 +105,7 @@ class Trainer:
 
         ``Refusal`` when ``version`` is not the trainer's or the batch breaks a rule.
         """
+        self.optimizer.require_whole()
         if step_id in self._answers:
             return self._answers[step_id]
         if version != self.version:
@@ -141,7 +147,7 @@ class Trainer:
             self._answers.popitem(last=False)
 
     def _train(self, batch: Batch, table: TokenTable, minibatches: list[list[Trajectory]]) -> list[float]:
-        """One optimiser step a minibatch; their gradient norms.  Nothing stays applied when it raises."""
+        """One optimiser step a minibatch; their gradient norms.  When it raises, the weights are as before."""
         before = self.optimizer.snapshot() if len(minibatches) > 1 else None
         norms: list[float] = []
         try:
@@ -254,7 +260,7 @@ class Trainer:
         by_version: dict[int, list[Trajectory]] = {}
         for trajectory in chosen:
             table.choose(trajectory)
-            for version in batch.versions[trajectory.slots].unique().tolist():
+            for version in torch.unique(batch.versions[trajectory.slots]).tolist():
                 if self._is_kept(version, trajectory, table) and not (
                     version == self.version and trajectory.first in trained_first
                 ):
@@ -297,6 +303,7 @@ class Trainer:
 
     def weights(self) -> Mapping[str, Tensor]:
         """A copy of the current version's weights in host memory, under Megatron's names; never changes."""
+        self.optimizer.require_whole()
         return self.history.remember(self.version)
 
     def named_weights(self, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -326,6 +333,7 @@ class Trainer:
 
         ``FileExistsError`` when ``path`` is there and holds anything else.
         """
+        self.optimizer.require_whole()
         if (path / checkpoint.RECORD).is_file():
             record = checkpoint.read_record(path)
             if record.version == self.version and record.last_step == msgspec.to_builtins(self.last_step):

@@ -65,10 +65,11 @@ def answer_for_cuda() -> bool:
     _install_device()
     torch.Tensor.type = _type_as_on_cuda(torch.Tensor.type)  # type: ignore[method-assign]
     _install_random_state()
-    # These modules see torch through a stand-in: patched in torch itself, the factories would no longer be those
-    # that ``with torch.device(...)`` knows, which breaks transformers.
-    for module in LITERAL_DEVICE:
-        setattr(importlib.import_module(module), "torch", _TorchOnCpu("torch"))
+    # These modules see torch through a stand-in: patched in torch itself, the factories would no longer be
+    # those that ``with torch.device(...)`` knows, which breaks transformers.
+    for name in LITERAL_DEVICE:
+        module: Any = importlib.import_module(name)
+        module.torch = _TorchOnCpu("torch")
     _installed = True
     return True
 

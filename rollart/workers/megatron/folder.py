@@ -43,7 +43,8 @@ def read_weights(folder: Path, config: Any, seed: int | None) -> dict[str, Tenso
             f"no *.safetensors in {folder}, and no model.random.seed in the config to draw weights from"
         )
     torch.manual_seed(seed)
-    return dict(AutoModelForCausalLM.from_config(config, dtype=torch.float32).state_dict())
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    return dict(model.state_dict())
 
 
 def write_export(

@@ -67,7 +67,8 @@ class LanguageModel:
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        return next(self.gpt.parameters()).device
+        device: torch.device = next(self.gpt.parameters()).device
+        return device
 
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """The weights under Megatron's names; a tied output layer is there once, as the embedding."""

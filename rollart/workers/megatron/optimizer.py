@@ -34,6 +34,7 @@ class Optimizer:
 
     def __init__(self, model: LanguageModel, config: TrainerConfig) -> None:
         self._config = config
+        self._half_applied = False
         bf16 = model.config.bf16
         self.module = DistributedDataParallel(
             model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model.module
@@ -88,9 +89,19 @@ class Optimizer:
     @torch.no_grad()
     def apply(self, norm: float) -> None:
         """Clip the gradient, whose norm is ``norm``, and make one optimiser step."""
+        self._half_applied = True
         self.scheduler.step(1)
         clip_grad_by_total_norm_fp32(self.megatron.get_parameters(), self._config.clip_grad_norm, norm)
         self.megatron.step_with_ready_grads()
+        self._half_applied = False
+
+    def require_whole(self) -> None:
+        """``RuntimeError`` when an ``apply`` failed half-way and was not undone."""
+        if self._half_applied:
+            raise RuntimeError(
+                "an optimiser step failed half-way, so the weights are of no version: "
+                "restart the trainer from its last checkpoint"
+            )
 
     def start_state(self) -> None:
         """Give every parameter that has none Adam's initial state, with a step counter of its own."""
@@ -130,6 +141,7 @@ class Optimizer:
             parameter.copy_(value)
         self.scheduler.num_steps = steps
         self.scheduler.step(0)
+        self._half_applied = False
 
     def _adam(self) -> Any:
         megatron: MegatronOptimizer = self.megatron

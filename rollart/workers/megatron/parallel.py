@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch._C._distributed_c10d import HashStore
 
 from rollart.workers.megatron import ON_CPU
 
@@ -21,7 +22,7 @@ def join_parallel(seed: int) -> None:
     """Make sure that the process groups are there, and seed the random-number generators with ``seed``."""
     global _users
     if not dist.is_initialized():
-        dist.init_process_group("gloo" if ON_CPU else "nccl", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo" if ON_CPU else "nccl", store=HashStore(), rank=0, world_size=1)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(seed, inference_rng_tracker=ON_CPU)

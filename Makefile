@@ -1,0 +1,49 @@
+# make demo    train the small demo on this machine's CPU
+# make test    the tests; the last line is pytest's summary
+# make lint    ruff and mypy
+# make clean   remove the environment and what the tools leave
+#
+# The environment is made on first use, in .venv, from requirements/*.lock.  torch's CPU build (2.13.0+cpu) is not on
+# the ordinary package index: TORCH_INDEX names the index that has it, unless pip is configured to know one.
+
+PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+PIP = .venv/bin/python -m pip --disable-pip-version-check
+RUN = .venv/bin/python
+
+.PHONY: demo test lint clean
+.DELETE_ON_ERROR:
+
+demo: .venv/rollart
+	$(RUN) -m rollart.controller examples/frozen_lake.yaml
+
+test: .venv/rollart
+	@$(RUN) -m pytest $(ARGS)
+
+lint: .venv/rollart
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The locked packages, and no others: a changed lock makes the environment anew.
+.venv/locked: requirements/cpu.lock requirements/dev.lock
+	@test -n "$(PYTHON)" || { echo "RollArt needs Python 3.11 or newer, and there is none on the PATH; \
+	name one with: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.version_info >= (3, 11) or \
+	sys.exit("RollArt needs Python 3.11 or newer; $(PYTHON) is " + v + "; name another with: make PYTHON=/path/to/python3.11")'
+	@$(PYTHON) -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || { \
+	echo "the inference engine needs the library libnuma.so.1; on Debian and Ubuntu: apt-get install libnuma1" >&2; exit 1; }
+	$(PYTHON) -m venv --clear .venv
+	$(PIP) install --quiet --no-deps $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") \
+	-r requirements/cpu.lock -r requirements/dev.lock || { \
+	echo "the installation failed (above is why). Where pip finds no torch==2.13.0+cpu, PyTorch's CPU build, give the \
+	address of PyTorch's index of CPU wheels: make TORCH_INDEX=ADDRESS" >&2; exit 1; }
+	@touch $@
+
+.venv/rollart: .venv/locked pyproject.toml
+	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
