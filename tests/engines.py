@@ -119,15 +119,15 @@ def config_for(**inference: object) -> Config:
 class DrivenWorker:
     """An inference worker without a controller: the test is its controller."""
 
-    def __init__(self, model_dir: Path, store: LocalStore, config: Config | None = None) -> None:
-        self.store = store
+    def __init__(self, model_dir: Path, store: Path, config: Config | None = None) -> None:
+        self.store = LocalStore(store)
         self.worker = InferenceWorker(NOWHERE, name=f"driven-{model_dir.name}")
         self.worker.config = config or config_for()
         self.worker.welcome = Welcome(
             config=msgspec.msgpack.encode(self.worker.config),
             run_dir=str(model_dir),
             model_dir=str(model_dir),
-            store_dir=str(store.root),
+            store_dir=str(store),
             heartbeat_s=1.0,
             controller_timeout_s=30.0,
         )

@@ -66,7 +66,7 @@ MINIMAL = {
 
 def config_of(**changes: object) -> Config:
     """The minimal config with sections changed or replaced."""
-    raw: dict[str, object] = {key: value for key, value in MINIMAL.items()}
+    raw: dict[str, object] = dict(MINIMAL.items())
     for key, value in changes.items():
         before = raw.get(key)
         raw[key] = {**before, **value} if isinstance(before, dict) and isinstance(value, dict) else value
@@ -232,9 +232,7 @@ class ScriptedLauncher:
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
     async def start(self, placement: Placement) -> None:
-        worker = WORKERS[placement.role](
-            Peer.read(self.key_file), name=placement.name, script=self.script
-        )
+        worker = WORKERS[placement.role](Peer.read(self.key_file), name=placement.name, script=self.script)
         self.workers[placement.name] = worker
         self.tasks[placement.name] = asyncio.create_task(self._run(worker, placement))
 

@@ -129,7 +129,9 @@ async def test_the_last_worker_with_a_wrong_canary_ends_the_run(tmp_path: Path) 
 
 async def test_a_lost_worker_costs_only_time(tmp_path: Path) -> None:
     script = heavy_tailed(Script())
-    config = config_of(steps=8, inference={"workers": 2}, environments={"workers": 2}, sampling={"max_tokens": 4})
+    config = config_of(
+        steps=8, inference={"workers": 2}, environments={"workers": 2}, sampling={"max_tokens": 4}
+    )
     run = ScriptedRun(config, script, tmp_path / "run")
     task = asyncio.create_task(run.controller.run())
     while len(script.batches) < 2:
@@ -244,5 +246,3 @@ async def test_a_slow_step_is_a_timeout_of_its_trajectory(tmp_path: Path) -> Non
     assert await asyncio.wait_for(run.controller.run(), 2.5) is Outcome.SUCCESS
     reasons = [e.reason for e in run.events if isinstance(e, events.Moved) and e.after == "pending"]
     assert reasons == ["env_timeout"]
-
-

@@ -30,7 +30,13 @@ class Run:
     def __init__(self, folder: Path, config: str, *overrides: str) -> None:
         self.folder = folder / "run"
         self.log = folder / "output"
-        command = [sys.executable, "-m", "rollart.controller", str(EXAMPLES / config), f"run_dir={self.folder}"]
+        command = [
+            sys.executable,
+            "-m",
+            "rollart.controller",
+            str(EXAMPLES / config),
+            f"run_dir={self.folder}",
+        ]
         with self.log.open("wb") as output:
             self.process = subprocess.Popen([*command, *overrides], stdout=output, stderr=subprocess.STDOUT)
         self.family: list[psutil.Process] = []
@@ -153,7 +159,9 @@ def test_nothing_outlives_a_killed_controller(tmp_path: Path) -> None:
     list(read_events(run.folder / "events"))
 
 
-def test_a_worker_that_dies_at_start_is_told_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_dies_at_start_is_told_with_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Within seconds, though the engine is still starting then: it is ended too."""
     (tmp_path / "fragile.py").write_text(
         "import sys\n"

@@ -104,7 +104,9 @@ async def test_a_worker_ends_when_its_launcher_is_killed(tmp_path: Path) -> None
         "    await asyncio.sleep(600)\n"
         "asyncio.run(main())\n"
     )
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE
+    )
     assert process.stdout is not None
     worker = int(await asyncio.wait_for(process.stdout.readline(), 30))
     assert alive(worker)

@@ -22,10 +22,10 @@ class World:
     """A buffer and what a controller would do around it."""
 
     def __init__(self, alpha: int = 1, update_at: UpdateAt = UpdateAt.BATCH, **policy: Any) -> None:
-        fields = dict(
-            per_batch=2, size=2, smallest=2, redundant_groups=0, redundant_members=0, refills=2,
-            filter_groups=False, max_filtered=1000, max_failed=1000,
-        )  # fmt: skip
+        fields = {
+            "per_batch": 2, "size": 2, "smallest": 2, "redundant_groups": 0, "redundant_members": 0, "refills": 2,
+            "filter_groups": False, "max_filtered": 1000, "max_failed": 1000,
+        }  # fmt: skip
         self.versions = Versions()
         self.bound = Bound(alpha, update_at)
         self.trajectories: list[Trajectory] = []
@@ -207,7 +207,9 @@ def test_any_order_keeps_the_rules(
     policy=POLICIES, alpha=st.integers(0, 3), update_at=st.sampled_from(UpdateAt), n=st.integers(0, 9),
     order=st.randoms(use_true_random=False),
 )  # fmt: skip
-def test_a_run_never_stalls(policy: dict[str, Any], alpha: int, update_at: UpdateAt, n: int, order: Any) -> None:
+def test_a_run_never_stalls(
+    policy: dict[str, Any], alpha: int, update_at: UpdateAt, n: int, order: Any
+) -> None:
     """From any version on, finishing what is in flight always leads to the next batch."""
     policy["filter_groups"] = False
     if update_at is UpdateAt.BATCH:

@@ -20,7 +20,14 @@ def trajectory(moves: list[tuple[State, State, Reason]] | None = None, **limits:
             moves.append((before, t.state, reason))
 
     return Trajectory(
-        id=7, group=1, member=0, task="Task", seed=3, kind=Kind.TRAIN, limits=Limits(**fields), observer=observe
+        id=7,
+        group=1,
+        member=0,
+        task="Task",
+        seed=3,
+        kind=Kind.TRAIN,
+        limits=Limits(**fields),
+        observer=observe,
     )
 
 

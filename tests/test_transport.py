@@ -42,13 +42,18 @@ class Client:
         self.name = name
         self.sockets = {kind: self.dial(context, transport, kind) for kind in ("control", "data")}
 
-    def dial(self, context: zmq.Context[zmq.Socket[bytes]], transport: ZmqTransport, kind: str) -> zmq.Socket[bytes]:
+    def dial(
+        self, context: zmq.Context[zmq.Socket[bytes]], transport: ZmqTransport, kind: str
+    ) -> zmq.Socket[bytes]:
         peer = transport.peer_file
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.IDENTITY, f"{kind}:{self.name}".encode())
         socket.setsockopt(zmq.LINGER, 0)
         socket.curve_serverkey = peer.server_public.encode()
-        socket.curve_publickey, socket.curve_secretkey = peer.client_public.encode(), peer.client_secret.encode()
+        socket.curve_publickey, socket.curve_secretkey = (
+            peer.client_public.encode(),
+            peer.client_secret.encode(),
+        )
         socket.connect(peer.address)
         return socket
 
@@ -56,9 +61,14 @@ class Client:
         self.sockets[kind].send(encode(message))
 
     def hello(self, **changes: object) -> None:
-        fields = dict(
-            protocol=PROTOCOL_VERSION, role=Role.TRAINER, name=self.name, pid=1, hardware_class="CPU", packages={}
-        )
+        fields = {
+            "protocol": PROTOCOL_VERSION,
+            "role": Role.TRAINER,
+            "name": self.name,
+            "pid": 1,
+            "hardware_class": "CPU",
+            "packages": {},
+        }
         self.say(Hello(**{**fields, **changes}))  # type: ignore[arg-type]
         self.say(Attach(self.name), "data")
 
@@ -89,7 +99,9 @@ class Wire:
         client.hello()
         await client.hears(Welcome)
         client.say(Ready(1, {}))
-        await until(lambda: name in self.switchboard.links and self.switchboard.links[name].state is LinkState.READY)
+        await until(
+            lambda: name in self.switchboard.links and self.switchboard.links[name].state is LinkState.READY
+        )
         return client, self.switchboard.links[name]
 
 
@@ -144,7 +156,9 @@ async def test_frames_that_are_no_message_are_counted_and_dropped(wire: Wire) ->
 async def test_a_call_ends_in_its_answer_or_in_its_failure(wire: Wire) -> None:
     client, link = await wire.join("one")
     calls = [
-        asyncio.create_task(wire.switchboard.call(link, Suspend(wire.switchboard.next_seq()), Done, timeout_s=5))
+        asyncio.create_task(
+            wire.switchboard.call(link, Suspend(wire.switchboard.next_seq()), Done, timeout_s=5)
+        )
         for _ in range(3)
     ]
     seqs = [(await client.hears(Suspend)).seq for _ in calls]  # type: ignore[union-attr]

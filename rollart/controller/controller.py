@@ -142,7 +142,7 @@ class Controller:
     # --- start ----------------------------------------------------------------------------------------
 
     def _wire(self, loop: asyncio.AbstractEventLoop) -> None:
-        config, folder = self.config, self.folder
+        config, _folder = self.config, self.folder
         self._zero = loop.time()
         self._end = loop.create_future()
         self._joined = asyncio.Event()

@@ -126,7 +126,9 @@ class LocalStore:
             raise DamagedWeights(f"{path} is no manifest: {error}") from None
         if contents.format != FORMAT:
             raise StoreError(f"{path} has format {contents.format}, this program reads format {FORMAT}")
-        return LocalWeights(contents, [_map(path.parent, b, contents.version, verify) for b in contents.buckets])
+        return LocalWeights(
+            contents, [_map(path.parent, b, contents.version, verify) for b in contents.buckets]
+        )
 
     def collect(self, below: int) -> None:
         """Remove every version below ``below``.

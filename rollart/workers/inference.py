@@ -122,7 +122,7 @@ class InferenceWorker(Worker):
             self._starting.cancel()
             await asyncio.wait({self._starting})
         if self.engine is not None:
-            await asyncio.to_thread(self.engine.close)
+            await self.engine.close()
             self.engine = None
 
     # --- requests -------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 ROUNDING = 1e-6
 """Nats by which a log-probability may exceed 0 through rounding; it is reported as 0."""
-CLOSE_TIMEOUT_S = 5.0
 KEPT_PARAMS = 1024
 """Sampling parameters kept for requests that are alike."""
 MAX_SOCKET_PATH = 107
@@ -78,31 +77,39 @@ class VllmEngine:
         before = set(multiprocessing.active_children())
         thread = ThreadPoolExecutor(1, thread_name_prefix="engine-start")
         loop = asyncio.get_running_loop()
-        starting = loop.run_in_executor(thread, _start, model_dir, settings, seed, scratch)
+        # A list, not a result: frames of the thread outlive it, and would keep the engine's client to the exit.
+        made: list[tuple[AsyncLLM, bool]] = []
+        starting = loop.run_in_executor(thread, _start, model_dir, settings, seed, scratch, made)
         try:
-            llm, on_cpu = await asyncio.shield(starting)
+            await asyncio.shield(starting)
         except BaseException:
             while not starting.done():
                 _kill(set(multiprocessing.active_children()) - before)
                 await asyncio.wait({starting}, timeout=0.2)
-            if not starting.cancelled() and starting.exception() is None:
-                starting.result()[0].shutdown(timeout=0)
+            if made:
+                await asyncio.to_thread(made.pop()[0].shutdown, timeout=0)
             shutil.rmtree(scratch, ignore_errors=True)
             raise
         finally:
             thread.shutdown(wait=False)
+        llm, on_cpu = made.pop()
         engine = cls(llm, scratch, start_s=time.perf_counter() - started, on_cpu=on_cpu)
         if "generate" not in await llm.get_supported_tasks():
-            await asyncio.to_thread(engine.close)
+            await engine.close()
             raise ValueError(
                 f"vLLM can't generate with the model in {model_dir}: does its config.json name an "
                 "architecture of a causal language model?"
             )
         return engine
 
-    def close(self) -> None:
-        """End the engine's process; blocks until it is gone."""
-        self._llm.shutdown(timeout=CLOSE_TIMEOUT_S)
+    async def close(self) -> None:
+        """Kill the engine's process: it holds nothing that the seconds of a gentler end would save."""
+        handler = self._llm.output_handler
+        if handler is not None:  # it would take the end for a failure
+            handler.cancel()
+            await asyncio.wait({handler})
+        logging.getLogger("vllm.v1.utils").setLevel(logging.ERROR)  # it warns of the process that it kills
+        await asyncio.to_thread(self._llm.shutdown, timeout=0)
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     @property
@@ -241,46 +248,54 @@ def _make_scratch(place: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _environment(settings: Inference, scratch: Path) -> Iterator[None]:
-    """The variables that vLLM, and the engine process that inherits them, start with.
+def _variables(wanted: Mapping[str, str]) -> Iterator[None]:
+    """Environment variables for what starts meanwhile; then as before."""
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _start(
+    model_dir: str, settings: Inference, seed: int, scratch: Path, made: list[tuple[AsyncLLM, bool]]
+) -> None:
+    """In a thread: everything that imports vLLM.  Adds to ``made`` the engine, and whether it runs on CPU.
 
     The engine's threads aren't bound to cores: engines and a trainer share them, and vLLM would bind each
     engine to the same ones.
     """
-    os.environ.update(
-        VLLM_CPU_OMP_THREADS_BIND="nobind",
-        OMP_NUM_THREADS=str(settings.threads),
-        VLLM_NO_USAGE_STATS="1",
-        VLLM_RPC_BASE_PATH=str(scratch),
-        HF_HUB_OFFLINE="1",
-    )
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    before = os.environ.get("TMPDIR")
-    os.environ["TMPDIR"] = str(scratch)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["TMPDIR"]
-        else:
-            os.environ["TMPDIR"] = before
+    wanted = {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": str(settings.threads),
+        "TMPDIR": str(scratch),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_RPC_BASE_PATH": str(scratch),
+    }
+    with _variables(wanted):
+        from vllm.platforms import current_platform
+
+        on_cpu = bool(current_platform.is_cpu())
+        # A model that runs eagerly needs no compiler, and compiling the few helpers that vLLM compiles anyway
+        # would hold up the first answer by half a minute.
+        with _variables({"TORCH_COMPILE_DISABLE": "1"} if on_cpu else {}):
+            made.append((_start_vllm(model_dir, settings, seed, on_cpu), on_cpu))
 
 
-def _start(model_dir: str, settings: Inference, seed: int, scratch: Path) -> tuple[AsyncLLM, bool]:
-    """In a thread: everything that imports vLLM."""
-    with _environment(settings, scratch):
-        return _start_vllm(model_dir, settings, seed)
-
-
-def _start_vllm(model_dir: str, settings: Inference, seed: int) -> tuple[AsyncLLM, bool]:
+def _start_vllm(model_dir: str, settings: Inference, seed: int, on_cpu: bool) -> AsyncLLM:
     from vllm import AsyncEngineArgs
     from vllm.config import WeightTransferConfig
-    from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from rollart.workers.vllm_weights import BACKEND, StoreExecutor
 
-    on_cpu = bool(current_platform.is_cpu())
     options: dict[str, Any] = {}
     if on_cpu:
         options["kv_cache_memory_bytes"] = int(settings.kv_cache_gib * (1 << 30))
@@ -302,7 +317,7 @@ def _start_vllm(model_dir: str, settings: Inference, seed: int) -> tuple[AsyncLL
         distributed_executor_backend=StoreExecutor,
         **options,
     )
-    return AsyncLLM.from_engine_args(arguments), on_cpu
+    return AsyncLLM.from_engine_args(arguments)
 
 
 def _kill(processes: set[Any]) -> None:

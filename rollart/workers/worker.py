@@ -17,7 +17,7 @@ import sys
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 import zmq
@@ -49,6 +49,7 @@ __all__ = ["Deterministic", "Peer", "Worker", "die_with_parent"]
 
 logger = logging.getLogger(__name__)
 
+WELCOME_PATIENCE_S = 30.0
 CANCEL_PATIENCE_S = 2.0
 """For requests in progress to end when the worker does; a thread that computes can't be stopped."""
 
@@ -136,30 +137,35 @@ class Worker:
         self._welcomed: asyncio.Future[Welcome] = loop.create_future()
         self._control.send([encode(self._hello())])
         self._data.send([encode(Attach(self.name))])
-        await asyncio.wait({self._welcomed, self._end}, timeout=30, return_when=asyncio.FIRST_COMPLETED)
+        await self._first_of(self._welcomed, timeout_s=WELCOME_PATIENCE_S)
         if self._end.done():
             return
         if not self._welcomed.done():
             raise ConnectionError(
-                f"no answer from the controller at {self.peer.address} within 30 s: "
+                f"no answer from the controller at {self.peer.address} within {WELCOME_PATIENCE_S:g} s: "
                 "is it running, and does the key file belong to this run?"
             )
         self.welcome = self._welcomed.result()
         self.config = msgspec.msgpack.decode(self.welcome.config, type=Config)
         setup = asyncio.ensure_future(self.setup())
-        await asyncio.wait({setup, self._end}, return_when=asyncio.FIRST_COMPLETED)
+        await self._first_of(setup)
         if not setup.done():
             setup.cancel()
             return
         self._control.send([encode(setup.result())])
         self._heard = loop.time()
         beats = asyncio.ensure_future(self._beat())
-        await asyncio.wait({self._end, beats}, return_when=asyncio.FIRST_COMPLETED)
+        await self._first_of(beats)
         beats.cancel()
         if self._end.done():
             logger.info("worker %s ends: %s", self.name, self._end.result())
         else:
             beats.result()
+
+    async def _first_of(self, other: asyncio.Future[Any], *, timeout_s: float | None = None) -> None:
+        """Wait for ``other`` or for the order to end."""
+        waited: set[asyncio.Future[Any]] = {other, self._end}
+        await asyncio.wait(waited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
 
     def _hello(self) -> Hello:
         from importlib.metadata import PackageNotFoundError, version
