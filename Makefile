@@ -37,13 +37,15 @@ clean:
 	sys.exit("RollArt needs Python 3.11 or newer; $(PYTHON) is " + v + "; name another with: make PYTHON=/path/to/python3.11")'
 	@$(PYTHON) -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || { \
 	echo "the inference engine needs the library libnuma.so.1; on Debian and Ubuntu: apt-get install libnuma1" >&2; exit 1; }
-	$(PYTHON) -m venv --clear .venv
-	$(PIP) install --quiet --no-deps $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") \
-	-r requirements/cpu.lock -r requirements/dev.lock || { \
-	echo "the installation failed (above is why). Where pip finds no torch==2.13.0+cpu, PyTorch's CPU build, give the \
-	address of PyTorch's index of CPU wheels: make TORCH_INDEX=ADDRESS" >&2; exit 1; }
+	@$(PYTHON) -m venv --clear .venv
+	@echo "installing about 170 packages into .venv (3.7 GB); this takes a few minutes"
+	@$(PIP) install --quiet --no-deps $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") \
+	"$$(grep '^torch==' requirements/cpu.lock)" || { \
+	echo "pip can't install torch's CPU build (above is why). Where it finds no such version, give the address of \
+	PyTorch's index of CPU wheels: make TORCH_INDEX=ADDRESS" >&2; exit 1; }
+	@$(PIP) install --quiet --no-deps -r requirements/cpu.lock -r requirements/dev.lock
 	@touch $@
 
 .venv/rollart: .venv/locked pyproject.toml
-	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -33,6 +34,9 @@ from rollart.workers.worker import Peer
 VOCABULARY = 96
 EOS = 2
 CANARY = list(range(1, 33))
+PROMPT = [1, *(5 + (j * 7) % 90 for j in range(20))]
+EXACT = 1e-4
+"""Nats between vLLM and Hugging Face in float32."""
 NOWHERE = Peer("tcp://127.0.0.1:1", "", "", "")
 
 
@@ -114,6 +118,13 @@ def config_for(**inference: object) -> Config:
         },
         Config,
     )
+
+
+async def until(condition: Callable[[], bool], *, timeout_s: float = 10.0) -> None:
+    """Wait for ``condition``; ``TimeoutError`` when it does not come."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.005)
 
 
 class DrivenWorker:

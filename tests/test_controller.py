@@ -163,6 +163,7 @@ async def test_an_interrupt_ends_every_trajectory(tmp_path: Path) -> None:
     run.controller.interrupt()
     assert await task is Outcome.INTERRUPTED
     assert run.violations == []
+    assert "saved the weights after" in run.output.getvalue()
     assert not run.folder.private.exists()
     assert run.folder.store is not None and not run.folder.store.exists()
 

@@ -33,7 +33,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         return COMMANDS[options.command][1](options)
     except RollArtError as error:
-        sys.stderr.write(f"error: {error}\n")
+        # Only the first line: the rest was told when it happened, and the cause is to be the last line.
+        sys.stderr.write(f"error: {str(error).splitlines()[0]}\n")
         return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -92,15 +93,22 @@ def _check_packages() -> None:
     needs = {
         "torch": "all workers",
         "vllm": "the inference workers",
-        "megatron": "the trainer",
+        "megatron.core": "the trainer",
         "tokenizers": "environments",
     }
-    missing = [f"{name} (for {who})" for name, who in needs.items() if find_spec(name) is None]
+    missing = [f"{name} (for {who})" for name, who in needs.items() if not _found(name)]
     if missing:
         raise ConfigError(
             f"these packages are not installed: {', '.join(missing)}. Install them with pip install 'rollart[cpu]', "
             "or 'rollart[gpu]' on a machine with GPUs (the README says how to get torch's CPU build)"
         )
+
+
+def _found(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # its parent package is not there
+        return False
 
 
 def _check_environments(config: Config) -> None:

@@ -40,7 +40,8 @@ __all__ = ["Controller", "Launcher", "Outcome"]
 
 logger = logging.getLogger(__name__)
 
-SHUTDOWN_GRACE_S = 4.0
+SALVAGE_PATIENCE_S = 3.0
+SHUTDOWN_GRACE_S = 3.0
 GOODBYE_PATIENCE_S = 0.2
 EXIT_PATIENCE_S = 1.0
 STATUS_EVERY_S = 0.5
@@ -123,6 +124,8 @@ class Controller:
         finally:
             main.cancel()
             await asyncio.wait({main})
+            if outcome is Outcome.INTERRUPTED and self.loop is not None:
+                self._progress.say(await self.loop.salvage(SALVAGE_PATIENCE_S))
             await self._shut_down(outcome, cause)
 
     def interrupt(self) -> None:
@@ -137,6 +140,7 @@ class Controller:
         """End the run with ``error`` as its cause; the first one counts."""
         logger.error("the run ends: %s", error, exc_info=error)
         if not self._end.done():
+            self._progress.say(f"the run fails: {error}")
             self._end.set_exception(error)
 
     # --- start ----------------------------------------------------------------------------------------

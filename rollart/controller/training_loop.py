@@ -250,6 +250,17 @@ class TrainingLoop:
         await self._call(SaveCheckpoint(self._switchboard.next_seq(), str(path)), Done)
         self._folder.keep_checkpoints(self._config.trainer.keep_checkpoints)
 
+    async def salvage(self, timeout_s: float) -> str:
+        """Of an interrupted run, save what the trainer can save so quickly; what came of it, in a sentence."""
+        export = Export(self._switchboard.next_seq(), str(self._folder.weights))
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._call(export, Done)
+                await self.save()
+        except (RunError, TimeoutError) as error:
+            return f"the weights of the interrupted run could not be saved: {str(error) or 'the trainer is busy'}"
+        return f"saved the weights after {self._step} train_steps"
+
     async def _call(
         self, request: Message, expect: type[Answer], payload: list[bytes] | None = None
     ) -> Answer:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
-__all__ = ["EngineError", "VllmEngine"]
+__all__ = ["SCRATCH_VARIABLE", "EngineError", "VllmEngine"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,8 @@ ROUNDING = 1e-6
 """Nats by which a log-probability may exceed 0 through rounding; it is reported as 0."""
 KEPT_PARAMS = 1024
 """Sampling parameters kept for requests that are alike."""
+SCRATCH_VARIABLE = "ROLLART_ENGINE_SCRATCH"
+"""Tells the engine's process its folder of temporary files, which it removes when its worker was killed."""
 MAX_SOCKET_PATH = 107
 MAX_NAME = 40
 """Characters of the scratch folder's name, and of a socket's in it, at most."""
@@ -57,6 +59,7 @@ class VllmEngine:
         self.on_cpu = on_cpu
         self._llm = llm
         self._scratch = scratch
+        self._vocabulary = int(llm.model_config.get_vocab_size())
         self._running: set[str] = set()
         self._params: dict[tuple[object, ...], SamplingParams] = {}
         from vllm.inputs.engine import tokens_input
@@ -185,19 +188,24 @@ class VllmEngine:
 
         if request_id in self._running:
             raise Deterministic(f"request id {request_id} is in use")
+        # Without a tokenizer vLLM does not look, and such an id would end the engine, not the request.
+        if ids and not 0 <= min(ids) <= max(ids) < self._vocabulary:
+            raise Deterministic(
+                f"request {request_id} has token ids from {min(ids)} to {max(ids)}; "
+                f"the model knows 0 to {self._vocabulary - 1}"
+            )
         self._running.add(request_id)
-        output = None
+        final = None
         try:
-            prompt = self._tokens_input(list(ids))
-            async for output in self._llm.generate(prompt, params, request_id):
-                pass
+            async for output in self._llm.generate(self._tokens_input(list(ids)), params, request_id):
+                final = output
         except (ValueError, VLLMClientError) as error:
             raise Deterministic(f"the engine refused request {request_id}: {error}") from error
         finally:
             self._running.discard(request_id)
-        if output is None:
+        if final is None:
             raise EngineError(f"request {request_id} ended without an answer")
-        return output
+        return final
 
     def _sampling(self, request: Generate) -> SamplingParams:
         """vLLM's parameters for a request.  vLLM copies them, so those without a seed are made once."""
@@ -273,6 +281,7 @@ def _start(
     wanted = {
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": str(settings.threads),
+        SCRATCH_VARIABLE: str(scratch),
         "TMPDIR": str(scratch),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),

@@ -35,6 +35,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from rollart.weights.local import LocalStore
 from rollart.weights.tensors import tensors_of
+from rollart.workers.vllm_engine import SCRATCH_VARIABLE
 
 __all__ = ["BACKEND", "StoreExecutor", "StoreTransfer"]
 
@@ -86,7 +87,7 @@ class StoreTransfer(WeightTransferEngine[StoreInit, StoreUpdate]):
 
     def finish_weight_update(self) -> None:
         """Let the layers process what they got, and pack again what shares a weight."""
-        finalize_layerwise_reload(self.model, self.model_config)
+        finalize_layerwise_reload(self.model, self.model_config)  # type: ignore[no-untyped-call]
         head = getattr(self.model, "lm_head", None)
         if self._tied and current_platform.is_cpu() and head is not None:
             # A tied head loads nothing itself, so nothing else refreshes its packed copy of the embedding.
@@ -120,6 +121,8 @@ class StoreExecutor(UniProcExecutor):
 
     def _init_executor(self) -> None:
         end_with_parent()
+        # It warns of every layer that an update leaves as it is, computed and tied ones too; ``_unloaded`` knows.
+        logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
         super()._init_executor()
 
 
@@ -128,20 +131,16 @@ def end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is None:
         return
+    scratch = os.environ.get(SCRATCH_VARIABLE)
 
     def wait() -> None:
         parent.join()
-        shutil.rmtree(os.environ["VLLM_RPC_BASE_PATH"], ignore_errors=True)
+        if scratch:
+            shutil.rmtree(scratch, ignore_errors=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=wait, name="end-with-parent", daemon=True).start()
 
 
-def _prepare() -> None:
-    # It warns of layers that an update leaves as they are, computed and tied ones included; ``_unloaded`` is exact.
-    logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
-    if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, StoreTransfer)
-
-
-_prepare()
+if BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(BACKEND, StoreTransfer)
