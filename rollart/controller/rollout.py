@@ -54,6 +54,8 @@ class Rollout:
         self._next_id = 0
         self._admitting = False
         self._batch_wanted: asyncio.Future[list[Group]] | None = None
+        self._batch: list[Group] = []
+        """The groups of the batch that is in training."""
         self._eval: dict[int, Trajectory] = {}
         source = TaskSource(config.tasks, config.seed)
         self.buffer = SampleBuffer(
@@ -103,12 +105,25 @@ class Rollout:
             return
         groups = self.buffer.take_batch()
         if groups is not None:
+            self._batch = groups
             self._batch_wanted.set_result(groups)
+
+    def batch_trained(self, skipped: str) -> None:
+        """The batch's train_step ended; ``skipped`` says why it was not applied, empty when it was."""
+        for trajectory in (t for group in self._batch for t in group.scored):
+            if skipped:
+                trajectory.fail(Reason.NAN, skipped)
+            else:
+                trajectory.move(State.CONSUMED)
+        self._batch = []
 
     def close(self, reason: Reason) -> None:
         """Stop admitting and end every trajectory."""
         self._admitting = False
         self._carry_out(self.buffer.clear(reason))
+        for trajectory in (t for group in self._batch for t in group.scored):
+            trajectory.abort(reason)
+        self._batch = []
         for trajectory in list(self._eval.values()):
             if not trajectory.state.ended:
                 trajectory.abort(reason)

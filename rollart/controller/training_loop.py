@@ -21,7 +21,7 @@ from rollart.controller.run_folder import RunFolder
 from rollart.controller.sample_buffer import Group
 from rollart.controller.staleness import Bound, Versions
 from rollart.controller.switchboard import CallError, Link, Switchboard
-from rollart.controller.trajectory import Reason, State
+from rollart.controller.trajectory import Reason
 from rollart.controller.weight_sync import WeightSync
 from rollart.errors import RunError
 from rollart.protocol import (
@@ -174,17 +174,12 @@ class TrainingLoop:
             raise RunError(
                 f"the trainer says version {trained.version} after step {self._step} on version {before}"
             )
-        samples = []
-        for trajectory in (t for group in groups for t in group.scored):
-            samples.append(
-                events.TrainedSample(
-                    trajectory.id, trajectory.tokens, trajectory.sampled, trajectory.versions
-                )
-            )
-            if trained.skipped:
-                trajectory.fail(Reason.NAN, trained.skipped)
-            else:
-                trajectory.move(State.CONSUMED)
+        samples = [
+            events.TrainedSample(t.id, t.tokens, t.sampled, t.versions)
+            for group in groups
+            for t in group.scored
+        ]
+        self._rollout.batch_trained(trained.skipped)
         versions.n, versions.busy = trained.version, False
         self._write(
             events.TrainedStep(self._clock(), self._step, before, trained.version, trained.skipped, samples)

@@ -1,4 +1,4 @@
-"""FrozenLake: cross a frozen lake from the top left to the bottom right without falling into a hole.
+"""FrozenLake: cross a frozen lake from the start to the goal without falling into a hole.
 
 Every episode has a random map that can be crossed.  The policy sees the whole map before each move, one
 character a cell: ``S`` start, ``F`` frozen, ``H`` hole, ``G`` goal, ``P`` the player (in place of its cell's
@@ -10,6 +10,7 @@ evaluation never share a map.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 from rollart.environments.environment import Environment, Turn
 from rollart.environments.splits import draw
@@ -24,10 +25,18 @@ ACTIONS = tuple(MOVES)
 class FrozenLake(Environment):
     """A lake of ``size`` × ``size`` cells, each a hole with ``hole_probability``.
 
-    ``slippery`` as in Gymnasium: a move goes where it should or to either side, with a third each.
+    The start is the top left cell and the goal the bottom right one, or with ``random_ends`` any two, which
+    makes many more maps.  ``slippery`` as in Gymnasium: a move goes where it should or to either side, with a
+    third each.
     """
 
-    def __init__(self, size: int = 4, hole_probability: float = 0.2, slippery: bool = False) -> None:
+    def __init__(
+        self,
+        size: int = 4,
+        hole_probability: float = 0.2,
+        slippery: bool = False,
+        random_ends: bool = False,
+    ) -> None:
         if size < 2:
             raise ValueError(f"size is {size}; a lake has at least 2 × 2 cells")
         if not 0 <= hole_probability < 1:
@@ -35,6 +44,7 @@ class FrozenLake(Environment):
         self.size = size
         self.hole_probability = hole_probability
         self.slippery = slippery
+        self.random_ends = random_ends
         self.cells = ""
         """The map, row by row."""
         self.player = 0
@@ -45,7 +55,7 @@ class FrozenLake(Environment):
         """Draw the map that ``seed`` and ``split`` name; the same seed slips the same way, too."""
         self._random = random.Random(seed)
         self.cells = draw(self._candidate, self._random, split)
-        self.player = 0
+        self.player = self.cells.index("S")
         return self._observation()
 
     def step(self, action: str) -> Turn:
@@ -61,11 +71,11 @@ class FrozenLake(Environment):
         return Turn(self._observation())
 
     def _candidate(self, rng: random.Random) -> str | None:
-        inner = (
-            "H" if rng.random() < self.hole_probability else "F" for _ in range(self.size * self.size - 2)
-        )
-        cells = f"S{''.join(inner)}G"
-        return cells if solvable(cells, self.size) else None
+        count = self.size * self.size
+        cells = ["H" if rng.random() < self.hole_probability else "F" for _ in range(count)]
+        start, goal = rng.sample(range(count), 2) if self.random_ends else (0, count - 1)
+        cells[start], cells[goal] = "S", "G"
+        return "".join(cells) if solvable(cells, self.size) else None
 
     def _move(self, letter: str) -> None:
         if self.slippery:
@@ -76,9 +86,10 @@ class FrozenLake(Environment):
         return f"{self.cells[: self.player]}P{self.cells[self.player + 1 :]}"
 
 
-def solvable(cells: str, size: int) -> bool:
-    """A path leads from the first cell to the goal."""
-    reached, frontier = {0}, [0]
+def solvable(cells: Sequence[str], size: int) -> bool:
+    """A path leads from the start to the goal."""
+    start = cells.index("S")
+    reached, frontier = {start}, [start]
     while frontier:
         cell = frontier.pop()
         if cells[cell] == "G":
