@@ -238,14 +238,14 @@ class ScriptedLauncher:
 
     async def _run(self, worker: Worker, placement: Placement) -> None:
         code = await worker.run()
-        self.on_exit(WorkerExit(placement, code, ""))
+        self.on_exit(WorkerExit(placement, code))
 
     async def stop(self, *, grace_s: float) -> None:
         await asyncio.wait(self.tasks.values(), timeout=grace_s)
         self.kill()
 
     def tail(self, name: str) -> str:
-        return ""
+        return f"the log of {name}"
 
     def kill(self) -> None:
         for task in self.tasks.values():

@@ -51,12 +51,14 @@ class World:
         return trajectory
 
     def carry_out(self, orders: Orders) -> None:
-        for trajectory, _ in orders.abort:
+        for trajectory in orders.stop:
             assert trajectory.state is State.ABORTED
             self.live.pop(trajectory.id, None)
         for trajectory in orders.start:
             if not trajectory.state.ended:
                 self.live[trajectory.id] = trajectory
+        if orders.failure is not None:
+            raise orders.failure
 
     def review(self) -> None:
         self.carry_out(self.buffer.sweep())
@@ -88,7 +90,7 @@ def test_a_group_closes_at_the_first_members_and_cuts_the_rest() -> None:
     world.finish(members[3])
     world.finish(members[1])
     assert {t.state for t in (members[0], members[2])} == {State.ABORTED}
-    assert world.buffer.groups[0].complete and world.of(0) == []
+    assert 0 in world.buffer.complete and world.of(0) == []
 
 
 def test_a_failed_member_is_replaced_within_its_group_and_budget() -> None:
@@ -107,9 +109,9 @@ def test_a_group_that_cannot_complete_closes_short() -> None:
     first, second, third = world.of(0)
     world.finish(first)
     world.finish(second, float("nan"))
-    assert not world.buffer.groups[0].complete, "the third may still come"
+    assert 0 not in world.buffer.complete, "the third may still come"
     world.finish(third)
-    assert world.buffer.groups[0].complete and len(world.buffer.groups[0].scored) == 2
+    assert 0 in world.buffer.complete and len(world.buffer.groups[0].scored) == 2
 
 
 def test_the_oldest_groups_ship_first_and_the_too_old_never_do() -> None:
@@ -125,6 +127,37 @@ def test_the_oldest_groups_ship_first_and_the_too_old_never_do() -> None:
     assert batch is not None and [g.version for g in batch] == [2, 2]
     world.review()
     assert all(g.version is None or g.version >= 3 for g in world.buffer.groups.values())
+
+
+def test_groups_that_become_too_old_are_no_failures() -> None:
+    world = World(alpha=0, update_at=UpdateAt.PUBLISH, redundant_groups=6, max_failed=2, refills=0)
+    world.review()
+    for group in list(world.buffer.groups):
+        world.finish(world.of(group)[0])
+    for group in (0, 1):
+        world.finish(world.of(group)[0])
+    assert world.buffer.take_batch() is not None
+    world.review()
+    assert [outcome for _, outcome in world.ended].count("incomplete") == 6
+    assert world.buffer.failed_in_a_row == 0
+
+
+def test_failed_groups_stop_the_run_with_the_last_failure() -> None:
+    world = World(max_failed=2, refills=0)
+    world.review()
+    world.finish(world.of(0)[0], float("nan"))
+    world.review()
+    with pytest.raises(RunError, match=r"2 groups in a row ended .* The last failure: Task: broken"):
+        world.finish(world.of(1)[0], float("nan"))
+    assert world.of(1) == [], "the other member was stopped first"
+
+
+def test_no_member_is_started_for_a_group_that_cannot_complete() -> None:
+    world = World(size=3, smallest=3, refills=1)
+    world.review()
+    world.finish(world.of(0)[0], float("nan"))
+    world.finish(world.of(0)[0], float("nan"))
+    assert len([t for t in world.trajectories if t.group == 0]) == 4
 
 
 def test_filtered_groups_free_their_place_and_stop_the_run_at_last() -> None:

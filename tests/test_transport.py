@@ -88,7 +88,10 @@ class Wire:
     def __init__(self) -> None:
         self.transport = ZmqTransport()
         self.changes: list[tuple[str, LinkState, str]] = []
-        self.switchboard = Switchboard(self.transport, WELCOME, on_change=self.changed)
+        self.bugs: list[BaseException] = []
+        self.switchboard = Switchboard(
+            self.transport, WELCOME, on_change=self.changed, on_bug=self.bugs.append
+        )
         self.context = zmq.Context()
 
     def changed(self, link: Link, reason: str) -> None:
@@ -117,6 +120,7 @@ async def wire() -> AsyncIterator[Wire]:
     wire.switchboard.start()
     yield wire
     await wire.switchboard.close()
+    assert wire.bugs == []
     wire.context.destroy(linger=0)
 
 

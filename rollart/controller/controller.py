@@ -7,10 +7,11 @@ error, a person) and then ends everything in order: no process, socket or shared
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from rollart import __version__
 from rollart.config import Config
 from rollart.controller import events
 from rollart.controller.llm_proxy import LLMProxy
+from rollart.controller.losses import GOODBYE_PATIENCE_S, Losses
 from rollart.controller.metrics import Metrics
 from rollart.controller.progress import Progress
 from rollart.controller.resource_manager import ResourceManager
@@ -42,8 +44,6 @@ logger = logging.getLogger(__name__)
 
 SALVAGE_PATIENCE_S = 3.0
 SHUTDOWN_GRACE_S = 3.0
-GOODBYE_PATIENCE_S = 0.2
-EXIT_PATIENCE_S = 1.0
 STATUS_EVERY_S = 0.5
 
 
@@ -98,8 +98,6 @@ class Controller:
         self.loop: TrainingLoop | None = None
         self._end: asyncio.Future[Outcome]
         self._joined: asyncio.Event
-        self._failing: asyncio.TimerHandle | None = None
-        self._failing_reason = ""
 
     async def run(self) -> Outcome:
         """The whole run; ``RunError`` with the first cause when it fails."""
@@ -109,7 +107,7 @@ class Controller:
         try:
             waited: set[asyncio.Future[Any]] = {main, self._end}
             await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-            if self._failing is not None:  # main may have failed too, but the lost worker is the cause
+            if self._losses.pending:  # main may have failed too, but the lost worker is the cause
                 await asyncio.wait({self._end})
             if self._end.done():
                 outcome = self._end.result()
@@ -124,8 +122,6 @@ class Controller:
         finally:
             main.cancel()
             await asyncio.wait({main})
-            if outcome is Outcome.INTERRUPTED and self.loop is not None:
-                self._progress.say(await self.loop.salvage(SALVAGE_PATIENCE_S))
             await self._shut_down(outcome, cause)
 
     def interrupt(self) -> None:
@@ -138,7 +134,12 @@ class Controller:
 
     def fail(self, error: BaseException) -> None:
         """End the run with ``error`` as its cause; the first one counts."""
-        logger.error("the run ends: %s", error, exc_info=error)
+        logger.error("failure: %s", error, exc_info=error)
+        if self._end.done() or self._losses.pending:
+            return
+        self._end_with(error)
+
+    def _end_with(self, error: BaseException) -> None:
         if not self._end.done():
             self._progress.say(f"the run fails: {error}")
             self._end.set_exception(error)
@@ -146,7 +147,7 @@ class Controller:
     # --- start ----------------------------------------------------------------------------------------
 
     def _wire(self, loop: asyncio.AbstractEventLoop) -> None:
-        config, _folder = self.config, self.folder
+        config = self.config
         self._zero = loop.time()
         self._end = loop.create_future()
         self._joined = asyncio.Event()
@@ -154,7 +155,10 @@ class Controller:
         self.events.listen(self.metrics.listen)
         self._launcher = self._launch(self._on_exit)
         bound = Bound(config.rollout.staleness_bound, config.rollout.update_at)
-        self.switchboard = Switchboard(self._transport, self._welcome(), on_change=self._on_link)
+        self._losses = Losses(fail=self._end_with, tail=self._launcher.tail)
+        self.switchboard = Switchboard(
+            self._transport, self._welcome(), on_change=self._on_link, on_bug=self.fail
+        )
         self.proxy = LLMProxy(self.switchboard, config, lowest_version=lambda: bound.floor(self.versions))
         self.rollout = Rollout(
             config,
@@ -204,6 +208,7 @@ class Controller:
 
     async def _main(self) -> None:
         self.switchboard.start()
+        asyncio.get_running_loop().set_exception_handler(self._on_loop_error)
         status = asyncio.ensure_future(self._show_status())
         try:
             trainer = await self._start_workers()
@@ -230,6 +235,10 @@ class Controller:
         """Start all workers and wait until each serves; the trainer's link."""
         placements = ResourceManager(self.config).placements()
         self._progress.say(f"starting {len(placements)} workers; run folder {self.folder.path}")
+        bound = self._bound
+        self._progress.say(
+            f"staleness_bound {bound.alpha}, update_at {bound.update_at}: train_lag is at most {bound.max_train_lag}"
+        )
         for placement in placements:
             await self._launcher.start(placement)
         try:
@@ -262,67 +271,75 @@ class Controller:
     def _on_link(self, link: Link, reason: str) -> None:
         self.events.write(events.WorkerChanged(self._clock(), link.name, link.role, link.state, reason))
         self._joined.set()
-        if link.state is LinkState.READY and link.role is Role.INFERENCE:
+        if link.state is LinkState.GONE:
+            self._on_loss(link, reason)
+        elif link.state is LinkState.READY and link.role is Role.INFERENCE:
             self.sync.join(link)
-        if link.state is not LinkState.GONE or self._end.done():
+        if link.role is Role.ENVIRONMENT:
+            self.rollout.manager.workers_changed()
+
+    def _on_loss(self, link: Link, reason: str) -> None:
+        if self._end.done():
             return
         logger.warning("worker %s is gone: %s", link.name, reason)
-        if link.role is Role.INFERENCE:
-            self.sync.leave(link)
-        if link.role is Role.TRAINER:
-            self._fail_soon(link.name, f"the trainer {link.name} is lost: {reason}")
+        if self.loop is None:
+            self._losses.fatal(link.name, f"{link.name} is lost while the run starts: {reason}")
+        elif link.role is Role.TRAINER:
+            self._losses.fatal(link.name, f"the trainer {link.name} is lost: {reason}")
         elif not any(other.role is link.role for other in self.switchboard.links.values()):
-            self._fail_soon(
+            self._losses.fatal(
                 link.name, f"no {link.role} worker is left; the last, {link.name}, is lost: {reason}"
             )
         else:
             self._progress.say(f"{link.role} worker {link.name} is lost: {reason}; the others go on")
+        if link.role is Role.INFERENCE:
+            self.sync.leave(link)
 
     def _on_exit(self, exit: WorkerExit) -> None:
-        """A process ended: its link is lost, and its log says why."""
+        """A worker's process ended."""
         if self._end.done():
             return
+        self._losses.exited(exit)
         link = self.switchboard.links.get(exit.placement.name)
         if link is not None:
             # Its last message may still be on the way, and knows the reason.
             asyncio.get_running_loop().call_later(GOODBYE_PATIENCE_S, self.switchboard.lose, link, str(exit))
-        elif self._failing is not None:
-            self._failing.cancel()
-            self.fail(RunError(f"{self._failing_reason}\n{exit}"))
         elif self.loop is None:
-            self.fail(RunError(str(exit)))
+            self._losses.fatal(exit.placement.name, str(exit))
 
-    def _fail_soon(self, name: str, reason: str) -> None:
-        """Fail for the loss of ``name``, after a moment in which its process may end and tell more."""
-        if self._failing is not None:
-            return
-        self._failing_reason = reason
-
-        def fail() -> None:
-            self.fail(
-                RunError("\n".join([f"{reason}; its log ends:", *_indented(self._launcher.tail(name))]))
-            )
-
-        self._failing = asyncio.get_running_loop().call_later(EXIT_PATIENCE_S, fail)
+    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """An exception that nobody awaits: never swallowed."""
+        error = context.get("exception")
+        if isinstance(error, Exception):
+            self.fail(error)
+        else:
+            logger.error("event loop: %s", context.get("message"))
 
     # --- the end --------------------------------------------------------------------------------------
 
     async def _shut_down(self, outcome: Outcome, cause: str) -> None:
+        """End everything, in order; whatever one stage fails with, the next ones follow."""
         if not self._end.done():
             self._end.set_result(outcome)
         self._end.exception()  # it is told by whoever waits for run()
-        if self._failing is not None:
-            self._failing.cancel()
-        self.rollout.close(Reason.SHUTDOWN)
-        await self.rollout.manager.drain()
-        if self.loop is not None:
-            await self.loop.close()
-        await self.sync.close()
-        self.switchboard.shut_down(f"the run ended: {outcome}")
-        await self._launcher.stop(grace_s=SHUTDOWN_GRACE_S)
-        await self.switchboard.close()
-        self.events.write(events.Ended(self._clock(), outcome, cause))
-        self.events.close()
+        self._losses.cancel()
+        if outcome is Outcome.INTERRUPTED and self.loop is not None:
+            self._progress.say(await self.loop.salvage(SALVAGE_PATIENCE_S))
+        with _recorded("ending the trajectories"):
+            self.rollout.close(Reason.SHUTDOWN)
+            await self.rollout.manager.close()
+        with _recorded("ending the training loop"):
+            if self.loop is not None:
+                await self.loop.close()
+            await self.sync.close()
+        with _recorded("ending the workers"):
+            self.switchboard.shut_down(f"the run ended: {outcome}")
+            await self._launcher.stop(grace_s=SHUTDOWN_GRACE_S)
+            await self.switchboard.close()
+        with _recorded("writing the last events"):
+            self.events.write(events.Ended(self._clock(), outcome, cause))
+            self.events.close()
+        asyncio.get_running_loop().set_exception_handler(None)
         self.folder.clean()
 
     # --- for people -----------------------------------------------------------------------------------
@@ -346,5 +363,10 @@ class Controller:
                 self._progress.status(f"{doing}{waits}")
 
 
-def _indented(text: str) -> list[str]:
-    return [f"  | {line}" for line in text.splitlines()]
+@contextlib.contextmanager
+def _recorded(stage: str) -> Iterator[None]:
+    """The boundary of a stage of the shutdown: the run's own cause stays the one that is told."""
+    try:
+        yield
+    except Exception:
+        logger.exception("%s failed", stage)

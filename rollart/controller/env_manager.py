@@ -14,10 +14,13 @@ from rollart.controller.llm_proxy import Answer, LLMProxy
 from rollart.controller.rewards import RewardClient, RewardError
 from rollart.controller.switchboard import CallError, Link, LinkState, Switchboard
 from rollart.controller.trajectory import Next, Reason, State, Trajectory
-from rollart.packing import unpack_ids
+from rollart.packing import ID_BYTES
 from rollart.protocol import Close, FailureKind, Observation, Reset, Role, Step
 
 __all__ = ["EnvManager"]
+
+FAILURE_WEIGHT = 16
+"""Episodes that a failure in a row counts for when a worker is chosen."""
 
 
 class EnvManager:
@@ -34,7 +37,7 @@ class EnvManager:
         on_settled: Callable[[Trajectory], None],
         on_bug: Callable[[BaseException], None],
     ) -> None:
-        """``on_sampled`` hears each answer before it counts and may end the trajectory; ``on_settled`` hears
+        """``on_sampled`` hears each answer and may end the trajectory; ``on_settled`` hears
         of each trajectory that became SCORED or FAILED; ``on_bug`` of an exception that no one expected."""
         self.tasks: dict[int, asyncio.Task[None]] = {}
         self._config = config
@@ -46,6 +49,7 @@ class EnvManager:
         self._on_bug = on_bug
         self._episodes: dict[int, tuple[Link, str]] = {}
         """Each trajectory's open episode: at which worker, under which name."""
+        self._place_free: asyncio.Future[None] | None = None
         self._steps: dict[Next, Callable[[Trajectory], Coroutine[None, None, Next]]] = {
             Next.RESET: self._reset,
             Next.GENERATE: self._generate,
@@ -59,24 +63,34 @@ class EnvManager:
             self._own(trajectory), name=f"trajectory {trajectory.id}"
         )
         self.tasks[trajectory.id] = task
+        # Not in the owner itself: a task that is cancelled before it begins runs none of its code.
+        task.add_done_callback(lambda _: self.tasks.pop(trajectory.id))
 
     def stop(self, trajectory: Trajectory) -> None:
         """The trajectory has ended by another's decision: stop its owner, and what it waits for."""
-        task = self.tasks.pop(trajectory.id, None)
+        task = self.tasks.get(trajectory.id)
         if task is not None and task is not asyncio.current_task():
             task.cancel()
 
-    async def drain(self) -> None:
-        """Wait until every owner has ended."""
-        while self.tasks:
-            await asyncio.wait(set(self.tasks.values()))
+    async def close(self) -> None:
+        """Stop every owner, and wait until each has ended."""
+        tasks = set(self.tasks.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def workers_changed(self) -> None:
+        """An environment worker came, left or has a free place: who waits for one looks again."""
+        if self._place_free is not None and not self._place_free.done():
+            self._place_free.set_result(None)
+        self._place_free = None
 
     async def _own(self, trajectory: Trajectory) -> None:
         try:
             todo = trajectory.begin()
             while todo is not Next.NOTHING:
                 todo = await self._steps[todo](trajectory)
-            self.tasks.pop(trajectory.id, None)
             if trajectory.state in (State.SCORED, State.FAILED):
                 self._on_settled(trajectory)
         except asyncio.CancelledError:
@@ -84,18 +98,14 @@ class EnvManager:
         except Exception as error:  # the boundary of a trajectory's owner: a bug here stops the run, named
             self._on_bug(error)
         finally:
-            self.tasks.pop(trajectory.id, None)
             self._proxy.forget(trajectory)
             self._leave(trajectory)
 
     # --- one step each --------------------------------------------------------------------------------
 
     async def _reset(self, trajectory: Trajectory) -> Next:
-        self._leave(trajectory)
-        workers = self._switchboard.of(Role.ENVIRONMENT)
-        if not workers:
-            return trajectory.failed(Reason.ENV_ERROR, "no environment worker is left", retry=False)
-        link = min(workers, key=lambda worker: worker.sessions)
+        failed_at = self._leave(trajectory)
+        link = await self._place(failed_at)
         link.sessions += 1
         self._episodes[trajectory.id] = (link, trajectory.session)
         request = Reset(
@@ -108,6 +118,21 @@ class EnvManager:
         return await self._observe(
             trajectory, link, request, self._config.task(trajectory.task).reset_timeout_s
         )
+
+    async def _place(self, failed_at: Link | None) -> Link:
+        """The environment worker with the most room; another than ``failed_at`` if there is one.
+
+        A worker whose requests fail counts as busier with each failure in a row, so that one that fails at
+        once does not draw every episode.
+        """
+        while True:
+            free = [w for w in self._switchboard.of(Role.ENVIRONMENT) if w.sessions < w.capacity]
+            elsewhere = [worker for worker in free if worker is not failed_at]
+            if free:
+                return min(elsewhere or free, key=lambda w: w.sessions + FAILURE_WEIGHT * w.failures_in_a_row)
+            if self._place_free is None:
+                self._place_free = asyncio.get_running_loop().create_future()
+            await asyncio.shield(self._place_free)
 
     async def _generate(self, trajectory: Trajectory) -> Next:
         try:
@@ -139,18 +164,24 @@ class EnvManager:
     ) -> Next:
         try:
             seen = await self._switchboard.call(link, request, Observation, timeout_s=timeout_s)
-            unpack_ids(seen.ids)
         except CallError as error:
+            link.failures_in_a_row += error.retry
             reason = Reason.ENV_TIMEOUT if error.kind is FailureKind.TIMEOUT else Reason.ENV_ERROR
             return trajectory.failed(reason, str(error), retry=error.retry)
-        except ValueError as error:
-            return trajectory.failed(Reason.ENV_ERROR, f"{link.name}: malformed ids: {error}", retry=True)
+        if len(seen.ids) % ID_BYTES:
+            link.failures_in_a_row += 1
+            return trajectory.failed(
+                Reason.ENV_ERROR, f"{link.name}: {len(seen.ids)} bytes are no ids", retry=True
+            )
+        link.failures_in_a_row = 0
         return trajectory.observed(seen.ids, seen.reward, seen.done, seen.info)
 
-    def _leave(self, trajectory: Trajectory) -> None:
-        """Close the trajectory's episode, if it has one."""
+    def _leave(self, trajectory: Trajectory) -> Link | None:
+        """Close the trajectory's episode, if it has one; the worker that held it."""
         link, session = self._episodes.pop(trajectory.id, (None, ""))
         if link is not None:
             link.sessions -= 1
             if link.state is not LinkState.GONE:
                 self._switchboard.tell(link, Close(session))
+            self.workers_changed()
+        return link

@@ -119,7 +119,8 @@ class Shipped(_Event):
 
 
 class TrainedSample(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A trajectory in a train_step: tokens in all, tokens in the loss, and the versions of those."""
+    """A trajectory in a train_step: tokens in all, tokens the engine sampled, and the versions of those that
+    have a weight in the loss."""
 
     trajectory: int
     tokens: int

@@ -8,6 +8,7 @@ suspend until its new weights are verified.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 
 from rollart.config import Config
@@ -185,13 +186,13 @@ class LLMProxy:
     ) -> float:
         """The largest log-probability; ``CallError`` for an answer that can't be true."""
         count, rest = divmod(len(generated.ids), ID_BYTES)
-        logprobs = unpack_floats(generated.logprobs)
+        logprobs = unpack_floats(generated.logprobs) if len(generated.logprobs) % ID_BYTES == 0 else []
         wrong = ""
         if rest or not 1 <= count <= max_tokens:
             wrong = f"{len(generated.ids)} bytes of ids for 1 to {max_tokens} tokens"
         elif len(logprobs) != (0 if greedy else count):
-            wrong = f"{len(logprobs)} log-probabilities for {count} tokens"
-        elif not all(-1e30 < value <= 0 for value in logprobs):
+            wrong = f"{len(generated.logprobs)} bytes of log-probabilities for {count} tokens"
+        elif not math.isfinite(sum(logprobs)) or max(logprobs, default=0.0) > 0:
             wrong = "a log-probability that is not finite and ≤ 0"
         elif sum(run.count for run in generated.versions) != count or any(
             r.count < 1 for r in generated.versions

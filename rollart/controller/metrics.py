@@ -12,14 +12,16 @@ from typing import TextIO
 
 import msgspec
 
+from rollart.config import MixedVersions
 from rollart.controller import events
 from rollart.controller.sample_buffer import Group
 from rollart.controller.staleness import Bound, Versions
 from rollart.controller.trajectory import Kind, Reason, State, Trajectory
+from rollart.protocol import VersionRun
 
-__all__ = ["Metrics", "MetricsFile", "batch_metrics"]
+__all__ = ["Metrics", "MetricsFile", "Row", "batch_metrics", "trained_runs"]
 
-Row = dict[str, float | int | str]
+Row = dict[str, float | int | str | None]
 
 
 class Metrics:
@@ -28,9 +30,6 @@ class Metrics:
     def __init__(self, clock: Callable[[], float]) -> None:
         self.live: Counter[str] = Counter()
         """Trajectories in each state that is no end, of training and evaluation."""
-        self.ended: Counter[str] = Counter()
-        """Ends since the run began: ``consumed``, ``aborted_REASON``, ``failed_REASON``."""
-        self.updates_spanned = 0
         self._clock = clock
         self._step: Counter[str] = Counter()
         self._swaps: list[events.Swapped] = []
@@ -53,7 +52,6 @@ class Metrics:
         elif trajectory.kind is Kind.TRAIN:
             end = state.value if state is State.CONSUMED else f"{state}_{reason}"
             self._step[end] += 1
-            self.ended[end] += 1
             if state is not State.CONSUMED:
                 self._step["tokens_discarded"] += trajectory.sampled
 
@@ -66,7 +64,6 @@ class Metrics:
                 self._step["prefix_hit_tokens"] += event.cached_tokens
                 if len(event.versions) > 1:
                     self._step["generations_spanning_updates"] += 1
-                    self.updates_spanned += 1
             case events.Swapped():
                 self._swaps.append(event)
             case events.GroupEnded(outcome="filtered"):
@@ -96,11 +93,18 @@ class Metrics:
         return row
 
 
-def batch_metrics(groups: Sequence[Group], bound: Bound, versions: Versions) -> Row:
+def trained_runs(trajectory: Trajectory, mixed: MixedVersions) -> list[VersionRun]:
+    """Runs over the sampled tokens that have a weight in the loss."""
+    if mixed is MixedVersions.MASK:
+        return [run for run in trajectory.versions if run.version == trajectory.newest]
+    return trajectory.versions
+
+
+def batch_metrics(groups: Sequence[Group], bound: Bound, versions: Versions, mixed: MixedVersions) -> Row:
     """Rewards and ages of a batch that is formed now; the ages must be taken before the step."""
     members = [t for group in groups for t in group.scored]
     ages = [bound.staleness(group.version or 0, versions) for group in groups]
-    lags = [(versions.n - run.version, run.count) for t in members for run in t.versions]
+    lags = [(versions.n - run.version, run.count) for t in members for run in trained_runs(t, mixed)]
     tokens = sum(count for _, count in lags)
     return {
         "reward_mean": sum(t.score for t in members) / len(members),

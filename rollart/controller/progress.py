@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections import deque
 from collections.abc import Mapping
 from typing import TextIO
@@ -29,21 +30,21 @@ class Progress:
         self._stream.flush()
         self._shown = 0
 
-    def step(self, row: Mapping[str, float | int | str], live: Mapping[str, int]) -> None:
+    def step(self, row: Mapping[str, float | int | str | None], live: Mapping[str, int]) -> None:
         """A step is done; ``row`` is its metrics."""
-        number = int(row["step"]) + 1
-        self._success.append(float(row["success_rate"]))
-        self._seconds.append(float(row["step_seconds"]))
-        evaluated = f" eval {float(row['eval_success']):.2f}" if "eval_success" in row else ""
+        number = int(row["step"] or 0) + 1
+        self._success.append(float(row["success_rate"] or 0))
+        self._seconds.append(float(row["step_seconds"] or 0))
+        evaluated = f" eval {float(row['eval_success'] or 0):.2f}" if "eval_success" in row else ""
         self.say(
             f"step {number:>{len(str(self._steps))}}/{self._steps}"
-            f" reward {float(row['reward_mean']):.3f}"
-            f" success {float(row['success_rate']):.2f} (last {len(self._success)}: {mean(self._success):.2f})"
+            f" reward {float(row['reward_mean'] or 0):.3f}"
+            f" success {float(row['success_rate'] or 0):.2f} (last {len(self._success)}: {mean(self._success):.2f})"
             f"{evaluated}"
             f" staleness {row['staleness_max']} lag {row['train_lag_max']}"
-            f" gap {float(row['logprob_gap_mean']):.1e}"
-            f" {float(row['tokens_per_second']):,.0f} tok/s"
-            f" {float(row['step_seconds']):.2f} s"
+            f" gap {_short(row.get('logprob_gap_mean'))}"
+            f" {float(row['tokens_per_second'] or 0):,.0f} tok/s"
+            f" {float(row['step_seconds'] or 0):.2f} s"
             f" [{in_states(live)}]"
             f" left {duration(mean(self._seconds) * (self._steps - number))}"
         )
@@ -51,10 +52,14 @@ class Progress:
     def status(self, text: str) -> None:
         """What goes on right now; shown on a terminal only, until the next line."""
         if self._live:
-            text = text[:150]
+            text = text[: shutil.get_terminal_size().columns - 1]
             self._stream.write(f"\r{text:<{self._shown}}")
             self._stream.flush()
             self._shown = len(text)
+
+
+def _short(number: float | int | str | None) -> str:
+    return "unknown" if number is None else f"{float(number):.1e}"
 
 
 def in_states(live: Mapping[str, int]) -> str:

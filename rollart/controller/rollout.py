@@ -164,11 +164,13 @@ class Rollout:
         return trajectory
 
     def _carry_out(self, orders: Orders) -> None:
-        for trajectory, _ in orders.abort:
+        for trajectory in orders.stop:
             self.manager.stop(trajectory)
         for trajectory in orders.start:
             if not trajectory.state.ended:
                 self.manager.start(trajectory)
+        if orders.failure is not None:
+            self._on_bug(orders.failure)
 
     # --- what is heard of them ------------------------------------------------------------------------
 

@@ -39,24 +39,26 @@ class GroupPolicy(msgspec.Struct, frozen=True):
 class Orders(msgspec.Struct):
     """What the controller has to carry out, in this order."""
 
-    abort: list[tuple[Trajectory, Reason]] = msgspec.field(default_factory=list)
-    """In flight: their owners are to be stopped.  They are ABORTED already."""
+    stop: list[Trajectory] = msgspec.field(default_factory=list)
+    """Were in flight and are ABORTED already: their owners are to be stopped."""
     start: list[Trajectory] = msgspec.field(default_factory=list)
     """New, PENDING: each wants an owner."""
+    failure: RunError | None = None
+    """The run can't go on, and why."""
 
     def add(self, other: Orders) -> None:
-        """Append ``other``'s."""
-        self.abort += other.abort
+        """Append ``other``'s; the first failure counts."""
+        self.stop += other.stop
         self.start += other.start
+        self.failure = self.failure or other.failure
 
 
 class Group:
     """Trajectories of one task instance."""
 
     __slots__ = (
-        "complete",
         "dispatched",
-        "filed",
+        "failures",
         "id",
         "in_flight",
         "refills_left",
@@ -73,9 +75,8 @@ class Group:
         self.scored: list[Trajectory] = []
         self.refills_left = refills
         self.dispatched = 0
-        self.complete = False
-        self.filed = 0
-        """When it became complete, as a count; breaks ties."""
+        self.failures = 0
+        """Members that FAILED."""
 
     @property
     def version(self) -> int | None:
@@ -108,6 +109,8 @@ class SampleBuffer:
         self.bound = bound
         self.versions = versions
         self.groups: dict[int, Group] = {}
+        self.complete: dict[int, tuple[int, int, Group]] = {}
+        """Of ``groups``, those that wait for a batch: v, when they were filed, and the group."""
         self.filtered_in_a_row = 0
         self.failed_in_a_row = 0
         self.last_failure = ""
@@ -153,8 +156,9 @@ class SampleBuffer:
             return Orders()
         if trajectory.state is State.SCORED:
             group.scored.append(trajectory)
-        else:
-            self.last_failure = f"{trajectory.task}: {trajectory.detail}" if trajectory.detail else ""
+        elif trajectory.state is State.FAILED:
+            group.failures += 1
+            self.last_failure = f"{trajectory.task}: {trajectory.detail}"
         return self._review(group)
 
     def sweep(self) -> Orders:
@@ -175,7 +179,7 @@ class SampleBuffer:
 
     def _abort(self, group: Group, trajectory: Trajectory, reason: Reason, orders: Orders) -> None:
         if group.in_flight.pop(trajectory.id, None) is not None:
-            orders.abort.append((trajectory, reason))
+            orders.stop.append(trajectory)
         else:
             group.scored.remove(trajectory)
         trajectory.abort(reason)
@@ -183,18 +187,17 @@ class SampleBuffer:
     def _review(self, group: Group) -> Orders:
         """Close the group, refill it, or wait."""
         orders = Orders()
-        group.complete = False
+        self.complete.pop(group.id, None)
         policy = self.policy
-        while len(group.scored) + len(group.in_flight) < policy.size and group.refills_left:
-            group.refills_left -= 1
-            orders.start.append(self._start_member(group))
-        if len(group.scored) >= policy.size:
-            self._close(group, orders)
-        elif len(group.scored) + len(group.in_flight) < policy.smallest:
+        hoped_for = len(group.scored) + len(group.in_flight)
+        if hoped_for + group.refills_left < policy.smallest:
             self._end(group, "incomplete", Reason.GROUP_INCOMPLETE, orders)
-            self.failed_in_a_row += 1
-            self._check_failures()
-        elif not group.in_flight:
+            self._count_failure(group, orders)
+            return orders
+        refills = min(max(policy.size - hoped_for, 0), group.refills_left)
+        group.refills_left -= refills
+        orders.start += [self._start_member(group) for _ in range(refills)]
+        if len(group.scored) >= policy.size or not group.in_flight:
             self._close(group, orders)
         return orders
 
@@ -206,30 +209,40 @@ class SampleBuffer:
         self.failed_in_a_row = 0
         if self.policy.filter_groups and len(scores) == 1:
             self._end(group, "filtered", Reason.GROUP_FILTERED, orders)
-            self.filtered_in_a_row += 1
-            if self.filtered_in_a_row >= self.policy.max_filtered:
-                raise RunError(
-                    f"{self.filtered_in_a_row} groups in a row had equal rewards in all members (the last: "
-                    f"{scores.pop():g}): the run gets no signal. Choose easier or harder tasks, a larger "
-                    "group_size, or a reward with more than one value"
-                )
+            self._count_filtered(scores.pop(), orders)
             return
         self.filtered_in_a_row = 0
         self._filed += 1
-        group.filed = self._filed
-        group.complete = True
+        self.complete[group.id] = (group.version or 0, self._filed, group)
 
     def _end(self, group: Group, outcome: str, reason: Reason, orders: Orders) -> None:
         for trajectory in [*group.in_flight.values(), *group.scored]:
             self._abort(group, trajectory, reason, orders)
+        self._leave(group, outcome)
+
+    def _leave(self, group: Group, outcome: str) -> None:
         del self.groups[group.id]
+        self.complete.pop(group.id, None)
         self._on_group_end(group, outcome)
 
-    def _check_failures(self) -> None:
+    def _count_filtered(self, score: float, orders: Orders) -> None:
+        self.filtered_in_a_row += 1
+        if self.filtered_in_a_row >= self.policy.max_filtered:
+            orders.failure = RunError(
+                f"{self.filtered_in_a_row} groups in a row had equal rewards in all members (the last: "
+                f"{score:g}): the run gets no signal. Choose easier or harder tasks, a larger "
+                "group_size, or a reward with more than one value"
+            )
+
+    def _count_failure(self, group: Group, orders: Orders) -> None:
+        """A group that ends for its failed members; one that only became too old says nothing of the source."""
+        if not group.failures:
+            return
+        self.failed_in_a_row += 1
         if self.failed_in_a_row >= self.policy.max_failed:
-            raise RunError(
+            orders.failure = RunError(
                 f"{self.failed_in_a_row} groups in a row ended without enough scored members. "
-                f"The last failure: {self.last_failure or 'none recorded'}"
+                f"The last failure: {self.last_failure}"
             )
 
     # --- batches --------------------------------------------------------------------------------------
@@ -237,21 +250,22 @@ class SampleBuffer:
     def ready(self) -> list[Group]:
         """The complete groups that a batch formed now may hold, oldest version first."""
         lowest = self.bound.reference(self.versions) - self.bound.alpha
-        groups = [g for g in self.groups.values() if g.complete and (g.version or 0) >= lowest]
-        return sorted(groups, key=lambda g: (g.version or 0, g.filed))
+        by_age = sorted(self.complete.values(), key=lambda entry: entry[:2])
+        return [group for version, _, group in by_age if version >= lowest]
 
     def take_batch(self) -> list[Group] | None:
         """Form a batch, if one is complete: its groups leave the buffer, and ``versions.busy`` is set.
 
         The caller must ``sweep`` next: what can't make the batch after this one is aborted then.
         """
+        if len(self.complete) < self.policy.per_batch:
+            return None
         groups = self.ready()[: self.policy.per_batch]
         if len(groups) < self.policy.per_batch:
             return None
         for group in groups:
             self.bound.staleness(group.version or 0, self.versions)
-            del self.groups[group.id]
-            self._on_group_end(group, "shipped")
+            self._leave(group, "shipped")
         self.versions.busy = True
         return groups
 
@@ -267,7 +281,7 @@ class SampleBuffer:
     def waiting_for(self) -> str:
         """What the next batch waits for, with the ids, in one line."""
         complete = len(self.ready())
-        waiting = [t for g in self.groups.values() if not g.complete for t in g.in_flight.values()]
+        waiting = [t for g in self.groups.values() for t in g.in_flight.values()]
         shown = ", ".join(f"{t.id} ({t.state})" for t in waiting[:8])
         more = f" and {len(waiting) - 8} more" if len(waiting) > 8 else ""
         return (

@@ -21,6 +21,7 @@ from rollart.protocol import (
     Attach,
     Beat,
     Cancel,
+    Close,
     ControllerBeat,
     Failure,
     FailureKind,
@@ -35,6 +36,7 @@ from rollart.protocol import (
     Role,
     Shutdown,
     Step,
+    ToController,
     TrainStep,
     Welcome,
     decode_to_controller,
@@ -46,8 +48,8 @@ __all__ = ["CallError", "Link", "LinkState", "Switchboard"]
 logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer", bound=Message)
-DATA_MESSAGES = (Generate, Reset, Step, TrainStep, Publish)
-"""Publish too: it speaks of the weights between two train_steps, so it must keep its place among them."""
+DATA_MESSAGES = (Generate, Reset, Step, Close, TrainStep, Publish)
+"""What must keep its order goes one way: a Close after its Reset, a Publish between its train_steps."""
 
 
 class CallError(Exception):
@@ -74,7 +76,17 @@ class LinkState(enum.StrEnum):
 class Link:
     """One connected worker."""
 
-    __slots__ = ("beat", "capacity", "facts", "hello", "last_heard", "sessions", "state")
+    __slots__ = (
+        "beat",
+        "capacity",
+        "facts",
+        "failures_in_a_row",
+        "hello",
+        "last_heard",
+        "ready",
+        "sessions",
+        "state",
+    )
 
     def __init__(self, hello: Hello, now: float) -> None:
         self.hello = hello
@@ -83,6 +95,8 @@ class Link:
         self.capacity = 0
         self.facts: dict[str, str] = {}
         self.beat = Beat(0, 0)
+        self.ready: Ready | None = None
+        self.failures_in_a_row = 0
         self.sessions = 0
         """Episodes placed on it (environment workers)."""
 
@@ -106,15 +120,19 @@ class Switchboard:
         welcome: Welcome,
         *,
         on_change: Callable[[Link, str], None],
+        on_bug: Callable[[BaseException], None],
     ) -> None:
-        """``on_change(link, reason)`` hears each change of a link's state."""
+        """``on_change(link, reason)`` hears each change of a link's state; ``on_bug`` an unexpected exception."""
         self.links: dict[str, Link] = {}
         self.refused_frames = 0
         self.late_answers = 0
         self._transport = transport
         self._welcome = welcome
         self._on_change = on_change
+        self._on_bug = on_bug
         self._pending: dict[int, tuple[asyncio.Future[Message], Link]] = {}
+        self._attached: set[str] = set()
+        """Names whose data connection is there."""
         self._last_seq = 0
         self._beats: asyncio.Task[None] | None = None
 
@@ -157,16 +175,18 @@ class Switchboard:
         ``CallError`` when the worker fails it, is lost or is silent for ``timeout_s``; a caller that is
         cancelled, or that times out, cancels the request at the worker too.
         """
+        if link.state is LinkState.GONE:
+            raise CallError(FailureKind.INFRASTRUCTURE, f"{link.name} is gone")
         seq: int = request.seq  # type: ignore[attr-defined]
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Message] = loop.create_future()
         self._pending[seq] = (future, link)
-        timer = loop.call_later(timeout_s, self._expire, seq, type(request).__name__, timeout_s)
+        timer = loop.call_later(timeout_s, self._expire, request, timeout_s)
         try:
             self.tell(link, request, payload)
             answer = await future
         except asyncio.CancelledError:
-            self.tell(link, Cancel(seq))
+            self._cancel(link, request)
             raise
         finally:
             timer.cancel()
@@ -182,14 +202,20 @@ class Switchboard:
 
     def tell(self, link: Link, message: Message, payload: Sequence[bytes] = ()) -> None:
         """Send without an answer; a worker that can't be reached is lost."""
+        self._send(link, "data" if isinstance(message, DATA_MESSAGES) else "control", message, payload)
+
+    def _send(self, link: Link, connection: str, message: Message, payload: Sequence[bytes] = ()) -> None:
         if link.state is LinkState.GONE:
-            self._fail_calls(link, "gone")
             return
-        kind = "data" if isinstance(message, DATA_MESSAGES) else "control"
         try:
-            self._transport.send(f"{kind}:{link.name}".encode(), [encode(message), *payload])
+            self._transport.send(f"{connection}:{link.name}".encode(), [encode(message), *payload])
         except Unreachable as error:
             self.lose(link, f"unreachable: {error}")
+
+    def _cancel(self, link: Link, request: Message) -> None:
+        """Behind the request, on its own connection: a cancel that overtook it would find nothing."""
+        connection = "data" if isinstance(request, DATA_MESSAGES) else "control"
+        self._send(link, connection, Cancel(request.seq))  # type: ignore[attr-defined]
 
     def lose(self, link: Link, reason: str) -> None:
         """Count ``link`` as gone, and fail its calls."""
@@ -197,6 +223,7 @@ class Switchboard:
             return
         link.state = LinkState.GONE
         self.links.pop(link.name, None)
+        self._attached.discard(link.name)
         self._fail_calls(link, reason)
         self._on_change(link, reason)
 
@@ -210,15 +237,14 @@ class Switchboard:
             if at is link and not future.done():
                 future.set_exception(CallError(FailureKind.INFRASTRUCTURE, f"{link.name} is lost: {reason}"))
 
-    def _expire(self, seq: int, request: str, timeout_s: float) -> None:
-        entry = self._pending.get(seq)
+    def _expire(self, request: Message, timeout_s: float) -> None:
+        entry = self._pending.get(request.seq)  # type: ignore[attr-defined]
         if entry is None or entry[0].done():
             return
         future, link = entry
-        future.set_exception(
-            CallError(FailureKind.TIMEOUT, f"{link.name} did not answer {request} within {timeout_s:g} s")
-        )
-        self.tell(link, Cancel(seq))
+        said = f"{link.name} did not answer {type(request).__name__} within {timeout_s:g} s"
+        future.set_exception(CallError(FailureKind.TIMEOUT, said))
+        self._cancel(link, request)
 
     # --- what comes in --------------------------------------------------------------------------------
 
@@ -231,26 +257,43 @@ class Switchboard:
         if isinstance(message, Hello):
             self._greet(identity, message)
             return
-        link = self.links.get(identity.partition(b":")[2].decode(errors="replace"))
+        name = identity.partition(b":")[2].decode(errors="replace")
+        if isinstance(message, Attach):
+            self._attached.add(name)  # it may come before the hello, which takes the other connection
+        link = self.links.get(name)
         if link is None:
             return
         link.last_heard = asyncio.get_running_loop().time()
+        try:
+            self._heard(link, message)
+        except Exception as error:  # the boundary of a socket's callback, whose exceptions nobody else sees
+            self._on_bug(error)
+
+    def _heard(self, link: Link, message: ToController) -> None:
         match message:
             case Attach():
-                pass
+                self._welcome_ready(link)
             case Beat():
                 link.beat = message
-            case Ready(capacity=capacity, facts=facts):
-                link.capacity, link.facts, link.state = capacity, facts, LinkState.READY
-                self._on_change(link, "")
+            case Ready():
+                link.ready = message
+                self._welcome_ready(link)
             case Goodbye(reason=reason):
                 self.lose(link, f"it left: {reason}")
+            case Hello():
+                pass  # it has been greeted
             case _:
                 entry = self._pending.get(message.seq)
                 if entry is None or entry[0].done() or entry[1] is not link:
                     self.late_answers += 1
                 else:
                     entry[0].set_result(message)
+
+    def _welcome_ready(self, link: Link) -> None:
+        """A worker is ready when it says so and both of its connections are there."""
+        if link.ready is not None and link.name in self._attached and link.state is LinkState.JOINING:
+            link.capacity, link.facts, link.state = link.ready.capacity, link.ready.facts, LinkState.READY
+            self._on_change(link, "")
 
     def _greet(self, identity: bytes, hello: Hello) -> None:
         reason = ""
@@ -273,6 +316,12 @@ class Switchboard:
         self._on_change(link, "")
 
     async def _beat(self) -> None:
+        try:
+            await self._beat_for_ever()
+        except Exception as error:  # the boundary of the beats: without them all workers would end
+            self._on_bug(error)
+
+    async def _beat_for_ever(self) -> None:
         loop = asyncio.get_running_loop()
         silence = self._welcome.controller_timeout_s
         while True:

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from rollart.config import Config, UpdateAt
 from rollart.controller import events
-from rollart.controller.metrics import Metrics, MetricsFile, Row, batch_metrics
+from rollart.controller.metrics import Metrics, MetricsFile, Row, batch_metrics, trained_runs
 from rollart.controller.progress import Progress
 from rollart.controller.rollout import Rollout
 from rollart.controller.run_folder import RunFolder
@@ -97,8 +97,7 @@ class TrainingLoop:
                 row.update({f"{name}_before": value for name, value in first.items()})
             self._step += 1
             if self._step == config.steps:
-                self._rollout.close(Reason.SHUTDOWN)
-                row.update(await self._finish())
+                await self._finish(row)
             elif config.trainer.checkpoint_every and self._step % config.trainer.checkpoint_every == 0:
                 await self.save()
             self._file.write(row)
@@ -121,17 +120,24 @@ class TrainingLoop:
         groups = await self._rollout.get_batch()
         self._ship(groups, row)
         got = clock()
-        await self._update(row)
+        every = self._config.evaluation.every
+        evaluate = bool(every) and self._step > 0 and self._step % every == 0
+        if evaluate or self._config.rollout.update_at is UpdateAt.BATCH:
+            self.doing = "update"
+            await self._sync.synchronize(versions.n)
         updated = clock()
+        if evaluate:
+            row.update(await self._evaluate(self._step))
+        ready = clock()
         self.doing = "train_step"
         trained = await self._train(groups)
-        row.update(trained.metrics)
+        row.update({"logprob_gap_mean": None, **trained.metrics})
         row["skipped"] = trained.skipped
         row.update(
             time=round(clock(), 3),
             get_batch_seconds=round(got - started, 4),
             update_wait_seconds=round(updated - got, 4),
-            train_step_seconds=round(clock() - updated, 4),
+            train_step_seconds=round(clock() - ready, 4),
         )
         row.update(self._metrics.take_step())
         return row
@@ -139,7 +145,7 @@ class TrainingLoop:
     def _ship(self, groups: list[Group], row: Row) -> None:
         """The batch is formed: record its ages, and abort what can't make the next one."""
         versions, bound = self._versions, self._bound
-        row.update(batch_metrics(groups, bound, versions))
+        row.update(batch_metrics(groups, bound, versions, self._config.rollout.mixed_versions))
         self._write(
             events.Shipped(
                 self._clock(),
@@ -151,16 +157,6 @@ class TrainingLoop:
             )
         )
         self._rollout.review()
-
-    async def _update(self, row: Row) -> None:
-        """In the paper's order, bring the workers to the version that is trained next; evaluate if it is time."""
-        every = self._config.evaluation.every
-        due = bool(every) and self._step > 0 and self._step % every == 0
-        if due or self._config.rollout.update_at is UpdateAt.BATCH:
-            self.doing = "update"
-            await self._sync.synchronize(self._versions.n)
-        if due:
-            row.update(await self._evaluate(self._step))
 
     async def _train(self, groups: list[Group]) -> Trained:
         """train_step, and what it means for the trajectories."""
@@ -174,8 +170,9 @@ class TrainingLoop:
             raise RunError(
                 f"the trainer says version {trained.version} after step {self._step} on version {before}"
             )
+        mixed = self._config.rollout.mixed_versions
         samples = [
-            events.TrainedSample(t.id, t.tokens, t.sampled, t.versions)
+            events.TrainedSample(t.id, t.tokens, t.sampled, trained_runs(t, mixed))
             for group in groups
             for t in group.scored
         ]
@@ -216,6 +213,7 @@ class TrainingLoop:
 
     async def _evaluate(self, step: int) -> dict[str, float]:
         self.doing = "evaluation"
+        started = self._clock()
         result = await self._rollout.evaluation.run(step)
         self._write(result)
         row: dict[str, float] = {
@@ -223,21 +221,25 @@ class TrainingLoop:
             "eval_reward": result.reward,
             "eval_version": result.version,
             "eval_episodes": result.episodes,
+            "eval_seconds": round(self._clock() - started, 4),
         }
         if result.failed:
             row["eval_failed"] = result.failed
         return row
 
-    async def _finish(self) -> Row:
+    async def _finish(self, row: Row) -> None:
         """The last version is known and served, measured and saved."""
         self.doing = "finishing"
-        await self._sync.synchronize(self._versions.n)
-        row: Row = {}
-        if self._config.evaluation.episodes:
-            row.update(await self._evaluate(self._step))
-        await self.save()
-        await self._call(Export(self._switchboard.next_seq(), str(self._folder.weights)), Done)
-        return row
+        self._rollout.close(Reason.SHUTDOWN)
+        try:
+            await self._sync.synchronize(self._versions.n)
+            if self._config.evaluation.episodes:
+                row.update(await self._evaluate(self._step))
+            await self.save()
+            await self._call(Export(self._switchboard.next_seq(), str(self._folder.weights)), Done)
+        except BaseException:
+            self._file.write(row)
+            raise
 
     async def save(self) -> None:
         """Write a checkpoint and let go of the oldest."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import math
 import random
 from collections.abc import Callable
@@ -39,6 +40,8 @@ from rollart.protocol import (
 
 __all__ = ["WeightSync", "canary_gap", "canary_prompt"]
 
+logger = logging.getLogger(__name__)
+
 CANARY_TOKENS = 32
 PULL_TRIES = 3
 Answer = TypeVar("Answer", bound=Message)
@@ -58,6 +61,10 @@ def canary_gap(trainer: bytes, engine: bytes) -> float:
         return float("inf")
     gap = max(abs(a - b) for a, b in zip(expected, found, strict=True))
     return float("inf") if math.isnan(gap) else gap
+
+
+class _Untrusted(Exception):
+    """A worker does not serve what was published."""
 
 
 class WeightSync:
@@ -122,8 +129,8 @@ class WeightSync:
         request = Collect(self._switchboard.next_seq(), below)
         try:
             await self._switchboard.call(trainer, request, Done, timeout_s=self._timeout_s)
-        except CallError as error:
-            raise RunError(f"the weight store can't let go of versions below {below}: {error}") from error
+        except CallError as error:  # the next version's collection takes them along
+            logger.warning("the weight store did not let go of versions below %d: %s", below, error)
 
     async def synchronize(self, version: int) -> None:
         """Bring every worker that serves to ``version``; the slow are taken out by their deadlines.
@@ -181,14 +188,14 @@ class WeightSync:
                     pulled = wanted
                 elif engine.version < self.gate == pulled:
                     await self._swap(engine, pulled, pull_s)
-                elif engine.version < self.gate < pulled:  # it joined late and prefetched too far
-                    pulled = -1
                 else:
                     await self._change()
-        except CallError as error:
+        except (CallError, _Untrusted) as error:
             self._take_out(engine, str(error))
         except Exception as error:  # the boundary of a follower: a bug here stops the run, named
             self._on_bug(error)
+        finally:
+            self._in_use.pop(engine.link.name, None)
 
     async def _pull(self, engine: Engine, version: int) -> float:
         """Seconds that the worker took to bring ``version`` to its host."""
@@ -217,12 +224,10 @@ class WeightSync:
         gap = canary_gap(self._published[version].canary_logprobs, updated.canary_logprobs)
         tolerance = self._config.inference.tolerance
         if updated.version != version or gap > tolerance:
-            self._take_out(
-                engine,
+            raise _Untrusted(
                 f"its canary differs by {gap:.3g} nats from the trainer's for version {version} "
-                f"(tolerance {tolerance:g}): it does not serve the weights that were published",
+                f"(tolerance {tolerance:g}): it does not serve the weights that were published"
             )
-            return
         await self._call(engine, Resume(seq()), Done)
         times.append(clock())
         self._in_use.pop(engine.link.name, None)

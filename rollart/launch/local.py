@@ -39,8 +39,6 @@ class WorkerExit(msgspec.Struct, frozen=True):
     placement: Placement
     code: int
     """As subprocess has it: negative is a signal."""
-    tail: str
-    """The last lines of its log."""
 
     def __str__(self) -> str:
         how = (
@@ -48,10 +46,7 @@ class WorkerExit(msgspec.Struct, frozen=True):
             if self.code < 0
             else f"ended with exit code {self.code}"
         )
-        lines = "\n".join(f"  | {line}" for line in self.tail.splitlines())
-        return f"{self.placement.role} worker {self.placement.name} {how}" + (
-            f"; its log ends:\n{lines}" if lines else ""
-        )
+        return f"{self.placement.role} worker {self.placement.name} {how}"
 
 
 class LocalLauncher:
@@ -84,7 +79,7 @@ class LocalLauncher:
                 env=self._environment(placement),
             )
         self._processes[placement.name] = process
-        watcher = asyncio.get_running_loop().create_task(self._watch(placement, process, log))
+        watcher = asyncio.get_running_loop().create_task(self._watch(placement, process))
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
 
@@ -113,11 +108,11 @@ class LocalLauncher:
         for process in self._processes.values():
             _signal_group(process.pid, signum)
 
-    async def _watch(self, placement: Placement, process: asyncio.subprocess.Process, log: Path) -> None:
+    async def _watch(self, placement: Placement, process: asyncio.subprocess.Process) -> None:
         code = await process.wait()
         _signal_group(process.pid, signal.SIGKILL)  # whatever it started and left behind
         del self._processes[placement.name]
-        self._on_exit(WorkerExit(placement, code, _tail(log)))
+        self._on_exit(WorkerExit(placement, code))
 
 
 def _signal_group(group: int, signum: signal.Signals) -> None:

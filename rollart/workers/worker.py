@@ -254,6 +254,14 @@ class Worker:
             task.add_done_callback(self._background.discard)
         else:
             self._tasks[seq] = task
+            # Not in the task itself: one that is cancelled before it begins runs none of its code.
+            task.add_done_callback(lambda _: self._tasks.pop(seq))
+            task.add_done_callback(lambda done: self._never_begun(done, seq, channel))
+
+    def _never_begun(self, task: asyncio.Task[None], seq: int, channel: Channel) -> None:
+        if task.cancelled() and not self._closed:
+            answer = Failure(seq, FailureKind.CANCELLED, "cancelled by the controller before it began")
+            channel.send([encode(answer)])
 
     async def _answer(
         self, message: ToWorker, payload: list[bytes], channel: Channel, seq: int | None
@@ -270,9 +278,6 @@ class Worker:
         except Exception as error:  # the boundary of a request: recorded here, told to the controller
             logger.exception("%s: request %r failed", self.name, type(message).__name__)
             answer = self._failure(seq, FailureKind.INFRASTRUCTURE, f"{type(error).__name__}: {error}")
-        finally:
-            if seq is not None:
-                self._tasks.pop(seq, None)
         if answer is not None and not self._closed:
             channel.send([encode(answer)])
 
