@@ -21,7 +21,9 @@ def read(run: Path) -> list[dict[str, Any]]:
 
 def rolling(values: list[float]) -> list[float]:
     """Means over the last ``WINDOW`` values."""
-    return [sum(part) / len(part) for part in (values[max(0, i + 1 - WINDOW) : i + 1] for i in range(len(values)))]
+    return [
+        sum(part) / len(part) for part in (values[max(0, i + 1 - WINDOW) : i + 1] for i in range(len(values)))
+    ]
 
 
 def evaluations(rows: list[dict[str, Any]]) -> list[tuple[int, float]]:

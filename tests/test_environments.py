@@ -141,12 +141,12 @@ def test_a_split_without_maps_is_an_error_and_no_endless_search() -> None:
         FrozenLake().reset(0, "test")
 
 
-def best_blind_success(size: int, hole_probability: float, turns: int, seeds: range) -> float:
+def best_blind_success(options: dict[str, Any], turns: int, seeds: range) -> float:
     """The best success on the evaluation maps of one fixed sequence of actions, found by trying them all."""
     counts: Counter[str] = Counter()
     for seed in seeds:
-        counts[FrozenLake(size=size, hole_probability=hole_probability).reset(seed, "eval")] += 1
-    lakes = [FrozenLake(size=size) for _ in counts]
+        counts[FrozenLake(**options).reset(seed, "eval")] += 1
+    lakes = [FrozenLake(**options) for _ in counts]
     for lake, cells in zip(lakes, counts, strict=True):
         lake.cells = cells
     weight = dict(zip(lakes, counts.values(), strict=True))
@@ -173,10 +173,7 @@ def best_blind_success(size: int, hole_probability: float, turns: int, seeds: ra
 def test_the_demo_is_not_solved_without_looking() -> None:
     config = load_config(EXAMPLES / "frozen_lake.yaml")
     (task,) = config.tasks
-    options = task.options
-    blind = best_blind_success(
-        options["size"], options["hole_probability"], task.max_turns, range(config.evaluation.episodes)
-    )
+    blind = best_blind_success(task.options, task.max_turns, range(config.evaluation.episodes))
     assert 0.2 < blind < 0.6
 
 
@@ -558,7 +555,7 @@ async def test_steps_wait_for_no_other_environment(model: Path) -> None:
         ("rollart.environments.frozen_lake:solvable", {}, "solvable is a function, it must be a class"),
         ("rollart.config:Task", {}, "Task has no method reset and no step"),
         ("rollart.environments.frozen_lake:FrozenLake", {"sise": 3}, "no option 'sise'; did you mean size?"),
-        ("rollart.environments.frozen_lake:FrozenLake", {"size": 1}, "FrozenLake(size=1) raised ValueError: size is 1"),
+        ("rollart.environments.frozen_lake:FrozenLake", {"size": 1}, "raised ValueError: size is 1 and columns 1"),
         ("users_broken:X", {}, "importing users_broken failed: ModuleNotFoundError: No module named 'not_there'"),
         ("users_exit:X", {}, "importing users_exit failed: SystemExit: 3"),
     ],

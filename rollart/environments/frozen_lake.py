@@ -10,7 +10,6 @@ evaluation never share a map.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
 from rollart.environments.environment import Environment, Turn
 from rollart.environments.splits import draw
@@ -23,11 +22,10 @@ ACTIONS = tuple(MOVES)
 
 
 class FrozenLake(Environment):
-    """A lake of ``size`` × ``size`` cells, each a hole with ``hole_probability``.
+    """A lake of ``size`` rows and ``columns`` columns (as many as rows, by default), each cell a hole with
+    ``hole_probability``.
 
-    The start is the top left cell and the goal the bottom right one, or with ``random_ends`` any two, which
-    makes many more maps.  ``slippery`` as in Gymnasium: a move goes where it should or to either side, with a
-    third each.
+    ``slippery`` as in Gymnasium: a move goes where it should or to either side, with a third each.
     """
 
     def __init__(
@@ -35,16 +33,17 @@ class FrozenLake(Environment):
         size: int = 4,
         hole_probability: float = 0.2,
         slippery: bool = False,
-        random_ends: bool = False,
+        columns: int | None = None,
     ) -> None:
-        if size < 2:
-            raise ValueError(f"size is {size}; a lake has at least 2 × 2 cells")
+        columns = size if columns is None else columns
+        if min(size, columns) < 2:
+            raise ValueError(f"size is {size} and columns {columns}; a lake has at least 2 × 2 cells")
         if not 0 <= hole_probability < 1:
             raise ValueError(f"hole_probability is {hole_probability}; it must be at least 0 and below 1")
         self.size = size
+        self.columns = columns
         self.hole_probability = hole_probability
         self.slippery = slippery
-        self.random_ends = random_ends
         self.cells = ""
         """The map, row by row."""
         self.player = 0
@@ -55,7 +54,7 @@ class FrozenLake(Environment):
         """Draw the map that ``seed`` and ``split`` name; the same seed slips the same way, too."""
         self._random = random.Random(seed)
         self.cells = draw(self._candidate, self._random, split)
-        self.player = self.cells.index("S")
+        self.player = 0
         return self._observation()
 
     def step(self, action: str) -> Turn:
@@ -71,38 +70,37 @@ class FrozenLake(Environment):
         return Turn(self._observation())
 
     def _candidate(self, rng: random.Random) -> str | None:
-        count = self.size * self.size
-        cells = ["H" if rng.random() < self.hole_probability else "F" for _ in range(count)]
-        start, goal = rng.sample(range(count), 2) if self.random_ends else (0, count - 1)
-        cells[start], cells[goal] = "S", "G"
-        return "".join(cells) if solvable(cells, self.size) else None
+        count = self.size * self.columns - 2
+        inner = ("H" if rng.random() < self.hole_probability else "F" for _ in range(count))
+        cells = f"S{''.join(inner)}G"
+        return cells if solvable(cells, self.columns) else None
 
     def _move(self, letter: str) -> None:
         if self.slippery:
             letter = ACTIONS[(ACTIONS.index(letter) + self._random.choice((-1, 0, 1))) % 4]
-        self.player = _after(self.player, letter, self.size)
+        self.player = _after(self.player, letter, self.size * self.columns, self.columns)
 
     def _observation(self) -> str:
         return f"{self.cells[: self.player]}P{self.cells[self.player + 1 :]}"
 
 
-def solvable(cells: Sequence[str], size: int) -> bool:
-    """A path leads from the start to the goal."""
-    start = cells.index("S")
-    reached, frontier = {start}, [start]
+def solvable(cells: str, columns: int) -> bool:
+    """A path leads from the first cell to the goal."""
+    reached, frontier = {0}, [0]
     while frontier:
         cell = frontier.pop()
         if cells[cell] == "G":
             return True
         for letter in MOVES:
-            after = _after(cell, letter, size)
+            after = _after(cell, letter, len(cells), columns)
             if after not in reached and cells[after] != "H":
                 reached.add(after)
                 frontier.append(after)
     return False
 
 
-def _after(cell: int, letter: str, size: int) -> int:
-    row, column = divmod(cell, size)
+def _after(cell: int, letter: str, count: int, columns: int) -> int:
+    """Where a move leads on a lake of ``count`` cells; off the map it leads nowhere."""
+    row, column = divmod(cell, columns)
     down, right = MOVES[letter]
-    return min(max(row + down, 0), size - 1) * size + min(max(column + right, 0), size - 1)
+    return min(max(row + down, 0), count // columns - 1) * columns + min(max(column + right, 0), columns - 1)
