@@ -14,6 +14,7 @@ from msgspec import Meta
 __all__ = [
     "Algorithm",
     "Config",
+    "Decay",
     "Environments",
     "Evaluation",
     "Inference",
@@ -186,12 +187,21 @@ class DType(enum.StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+class Decay(enum.StrEnum):
+    """What the learning rate does after its warm-up."""
+
+    CONSTANT = "constant"
+    LINEAR = "linear"
+    """It falls to 0 over the run's optimiser steps."""
+
+
 class Trainer(Section, frozen=True, kw_only=True):
     """The Megatron-core trainer."""
 
     learning_rate: PositiveFloat = 1e-6
     warmup_optimizer_steps: NonNegativeInt = 0
-    """The rate rises linearly over so many optimiser steps, then stays."""
+    """The rate rises linearly over so many optimiser steps."""
+    learning_rate_decay: Decay = Decay.CONSTANT
     weight_decay: NonNegativeFloat = 0.0
     adam_beta1: Annotated[float, Meta(ge=0, lt=1)] = 0.9
     adam_beta2: Annotated[float, Meta(ge=0, lt=1)] = 0.999
@@ -208,7 +218,12 @@ class Trainer(Section, frozen=True, kw_only=True):
     step_timeout_s: PositiveFloat = 3600.0
     checkpoint_every: NonNegativeInt = 0
     """train_steps between checkpoints; 0: only after the last step."""
-    keep_checkpoints: PositiveInt = 2
+    keep_checkpoints: PositiveInt | None = None
+    """Older ones are removed; by default 2 stay."""
+
+    def __post_init__(self) -> None:
+        if self.keep_checkpoints is not None and not self.checkpoint_every:
+            raise ValueError("keep_checkpoints does nothing while checkpoint_every is 0")
 
 
 class Inference(Section, frozen=True, kw_only=True):
@@ -217,13 +232,13 @@ class Inference(Section, frozen=True, kw_only=True):
     workers: PositiveInt = 1
     dtype: DType = DType.FLOAT32
     max_model_len: PositiveInt = 512
-    """Tokens of prompt and answers together; a trajectory that would pass it ends (``context_overflow``)."""
+    """Tokens of prompt and answers together; a trajectory that would pass it is cut, and scored as it is."""
     max_num_seqs: PositiveInt = 128
     """Sequences an engine decodes at once."""
-    kv_cache_gib: PositiveFloat = 1.0
-    """KV cache on CPU engines."""
+    kv_cache_gib: PositiveFloat | None = None
+    """KV cache of an engine; by default 1 on CPU, and on GPU what gpu_memory_utilization leaves."""
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] | None = None
-    """On GPU engines; vLLM's default otherwise."""
+    """Only on GPU engines; vLLM's default otherwise."""
     threads: PositiveInt = 1
     """CPU threads of an engine."""
     generate_timeout_s: PositiveFloat = 600.0
@@ -307,6 +322,17 @@ class Config(Section, frozen=True, kw_only=True):
                 f"sampling.max_tokens ({self.sampling.max_tokens}) leaves no room for a prompt in "
                 f"inference.max_model_len ({self.inference.max_model_len})"
             )
+
+        if self.trainer.warmup_optimizer_steps >= self.optimizer_steps:
+            raise ValueError(
+                f"trainer.warmup_optimizer_steps ({self.trainer.warmup_optimizer_steps}) must be below the run's "
+                f"{self.optimizer_steps} optimiser steps (steps × trainer.minibatches)"
+            )
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimiser steps of the whole run, at most: a batch of few groups makes fewer."""
+        return self.steps * self.trainer.minibatches
 
     def task(self, name: str) -> Task:
         """The task of that name; ``KeyError`` when there is none."""

@@ -62,4 +62,4 @@ class Losses:
         known = self._exits.get(worker)
         how = f" ({known})" if known is not None and str(known) not in reason else ""
         log = "".join(f"\n  | {line}" for line in self._tail(worker).splitlines())
-        self._fail(RunError(f"{reason}{how}" + (f"; its log ends:{log}" if log else "")))
+        self._fail(RunError(f"{reason}{how}" + (f"\nits log ends:{log}" if log else "")))

@@ -39,6 +39,7 @@ __all__ = ["TrainingLoop"]
 
 Answer = TypeVar("Answer", bound=Message)
 MAX_SKIPPED_IN_A_ROW = 3
+KEEP_CHECKPOINTS = 2
 
 
 class TrainingLoop:
@@ -245,7 +246,7 @@ class TrainingLoop:
         """Write a checkpoint and let go of the oldest."""
         path = self._folder.checkpoints / f"step-{self._step:06}"
         await self._call(SaveCheckpoint(self._switchboard.next_seq(), str(path)), Done)
-        self._folder.keep_checkpoints(self._config.trainer.keep_checkpoints)
+        self._folder.keep_checkpoints(self._config.trainer.keep_checkpoints or KEEP_CHECKPOINTS)
 
     async def salvage(self, timeout_s: float) -> str:
         """Of an interrupted run, save what the trainer can save so quickly; what came of it, in a sentence."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -66,6 +67,8 @@ class TrainerWorker(Worker):
         """Finish what the threads are at, and leave the process groups."""
         if not hasattr(self, "_compute_thread"):
             return
+        if self.orphaned:  # nobody else is left to remove what lies in shared memory
+            shutil.rmtree(self.welcome.store_dir, ignore_errors=True)
         if hasattr(self, "_trainer"):
             await self._compute(self._trainer.close)
         self._compute_thread.shutdown(cancel_futures=True)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollart.config import Inference
+from rollart.errors import ConfigError
 from rollart.packing import pack_floats, pack_ids, unpack_ids
 from rollart.protocol import Generate, Generated, VersionRun
 from rollart.workers.worker import Deterministic
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
 __all__ = ["SCRATCH_VARIABLE", "EngineError", "VllmEngine"]
 
 logger = logging.getLogger(__name__)
+
+CPU_CACHE_GIB = 1.0
+"""KV cache of an engine on CPU, unless the config says otherwise."""
 
 ROUNDING = 1e-6
 """Nats by which a log-probability may exceed 0 through rounding; it is reported as 0."""
@@ -306,11 +310,18 @@ def _start_vllm(model_dir: str, settings: Inference, seed: int, on_cpu: bool) ->
     from rollart.workers.vllm_weights import BACKEND, StoreExecutor
 
     options: dict[str, Any] = {}
+    cache_gib = settings.kv_cache_gib
     if on_cpu:
-        options["kv_cache_memory_bytes"] = int(settings.kv_cache_gib * (1 << 30))
+        if settings.gpu_memory_utilization is not None:
+            raise ConfigError(
+                "inference.gpu_memory_utilization does nothing on a CPU engine; use kv_cache_gib"
+            )
+        cache_gib = cache_gib or CPU_CACHE_GIB
         options["enforce_eager"] = True
     elif settings.gpu_memory_utilization is not None:
         options["gpu_memory_utilization"] = settings.gpu_memory_utilization
+    if cache_gib is not None:
+        options["kv_cache_memory_bytes"] = int(cache_gib * (1 << 30))
     arguments = AsyncEngineArgs(
         model=model_dir,
         load_format="dummy",

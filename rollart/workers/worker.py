@@ -91,6 +91,7 @@ class Worker:
         self._end: asyncio.Future[str]
         self._heard = 0.0
         self._closed = False
+        self._ordered = False
 
     # --- what a role fills in -------------------------------------------------------------------------
 
@@ -127,6 +128,11 @@ class Worker:
         finally:
             await self._close(context)
         return code
+
+    @property
+    def orphaned(self) -> bool:
+        """It ends without the controller's order: the controller may be gone."""
+        return not self._ordered
 
     def end(self, reason: str) -> None:
         """Ask the worker to finish; the first reason counts."""
@@ -232,6 +238,7 @@ class Worker:
             case ControllerBeat():
                 pass
             case Shutdown(reason=reason):
+                self._ordered = True
                 self.end(reason)
             case Welcome():
                 if not self._welcomed.done():

@@ -79,7 +79,7 @@ class Trainer:
         try:
             self.model = LanguageModel(self.architecture, self.dtype)
             self._load_weights(weights)
-            self.optimizer = Optimizer(self.model, config.trainer)
+            self.optimizer = Optimizer(self.model, config.trainer, steps=config.optimizer_steps)
         except BaseException:
             leave_parallel()
             raise

@@ -17,6 +17,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
+from rollart.config import Decay
 from rollart.config import Trainer as TrainerConfig
 from rollart.workers.megatron.model import LanguageModel
 
@@ -32,7 +33,8 @@ OptimizerSnapshot = tuple[int, list[dict[str, Tensor]], list[Tensor]]
 class Optimizer:
     """Owns the gradients of ``model`` and changes its weights."""
 
-    def __init__(self, model: LanguageModel, config: TrainerConfig) -> None:
+    def __init__(self, model: LanguageModel, config: TrainerConfig, *, steps: int) -> None:
+        """``steps``: the run's optimiser steps, over which a rate that decays reaches 0."""
         self._config = config
         self._half_applied = False
         bf16 = model.config.bf16
@@ -42,6 +44,7 @@ class Optimizer:
         options = OptimizerConfig(
             optimizer="adam",
             lr=config.learning_rate,
+            min_lr=0.0,
             weight_decay=config.weight_decay,
             adam_beta1=config.adam_beta1,
             adam_beta2=config.adam_beta2,
@@ -61,8 +64,8 @@ class Optimizer:
             max_lr=config.learning_rate,
             min_lr=0.0,
             lr_warmup_steps=config.warmup_optimizer_steps,
-            lr_decay_steps=_FOREVER,
-            lr_decay_style="constant",
+            lr_decay_steps=_FOREVER if config.learning_rate_decay is Decay.CONSTANT else steps,
+            lr_decay_style=config.learning_rate_decay.value,
             start_wd=config.weight_decay,
             end_wd=config.weight_decay,
             wd_incr_steps=_FOREVER,
