@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import TextIO
 
 from rollart.config import Config
+from rollart.controller import preflight
+from rollart.controller.controller import Outcome
 from rollart.controller.local_run import run_locally
 from rollart.controller.run_folder import RunFolder
+from rollart.errors import RunError
 
 __all__ = ["run"]
 
@@ -16,8 +19,13 @@ __all__ = ["run"]
 async def run(config: Config, *, stream: TextIO | None = None) -> Path:
     """Carry out ``config`` on this machine; the run folder.  Progress goes to ``stream``, stdout by default.
 
-    ``RunError`` with the first cause when the run fails, ``ConfigError`` when its folder can't be made.
+    ``RunError`` with the first cause when the run fails or was interrupted (SIGINT or SIGTERM),
+    ``ConfigError`` when it can't begin.
     """
+    preflight.check_environments(config)
+    preflight.check_packages()
     folder = RunFolder.choose(config)
-    await run_locally(config, folder, stream=stream or sys.stdout)
+    outcome = await run_locally(config, folder, stream=stream or sys.stdout)
+    if outcome is not Outcome.SUCCESS:
+        raise RunError(f"the run was {outcome}; what there is of it is in {folder.path}")
     return folder.path

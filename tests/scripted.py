@@ -83,8 +83,11 @@ class Script:
         self.train_s: Callable[[], float] = lambda: 0.0
         self.turns: Callable[[int], int] = lambda seed: 1 + seed % 3
         self.fail_step: Callable[[Step], Exception | None] = lambda step: None
+        self.fail_reset: Callable[[str], Exception | None] = lambda worker: None
+        self.fail_setup: Callable[[str], bool] = lambda worker: False
         self.canary: Callable[[str, int], float] = lambda worker, version: -1.0
         self.skip: Callable[[int], str] = lambda step: ""
+        self.places = 1000
         self.batches: list[list[TrainGroup]] = []
         self.generated = 0
         self.aborted = 0
@@ -102,6 +105,8 @@ class ScriptedInference(Worker):
         self.released = asyncio.Event()
 
     async def setup(self) -> Ready:
+        if self.script.fail_setup(self.name):
+            raise MemoryError("out of memory")
         return Ready(64, {"engine": "scripted"})
 
     async def serve(self, message: ToWorker, payload: Sequence[bytes]) -> Message | None:
@@ -175,7 +180,9 @@ class ScriptedTrainer(Worker):
                     self.script.batches.append(
                         [msgspec.msgpack.decode(frame, type=TrainGroup) for frame in payload]
                     )
-                return Trained(seq, step, self.version, skipped, {"loss": 0.0, "logprob_gap_mean": 0.0})
+                # As the real one: what is not finite is left out.
+                metrics = {} if skipped else {"loss": 0.0, "logprob_gap_mean": 0.0}
+                return Trained(seq, step, self.version, skipped, metrics)
             case Publish(seq=seq, version=version, canary=canary):
                 assert version == self.version
                 scores = pack_floats([-1.0] * (len(canary) // 4 - 1))
@@ -197,11 +204,15 @@ class ScriptedEnvironment(Worker):
         self.left: dict[str, int] = {}
 
     async def setup(self) -> Ready:
-        return Ready(1000, {"environments": "scripted"})
+        return Ready(self.script.places, {"environments": "scripted"})
 
     async def serve(self, message: ToWorker, payload: Sequence[bytes]) -> Message | None:
         match message:
             case Reset(seq=seq, session=session, seed=seed):
+                broken = self.script.fail_reset(self.name)
+                if broken is not None:
+                    raise broken
+                assert len(self.left) < self.script.places
                 self.left[session] = self.script.turns(seed)
                 return Observation(seq, pack_ids([5, 6, 7]), 0.0, False, {})
             case Step(seq=seq, session=session, action=action):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,11 +70,12 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser], name
 
 
 def _run(options: argparse.Namespace) -> int:
+    from rollart.controller import preflight
     from rollart.controller.configuration import load_config
     from rollart.controller.run_folder import RunFolder, to_yaml
 
     config = load_config(options.config, options.overrides)
-    _check_environments(config)
+    preflight.check_environments(config)
     folder = RunFolder.choose(config)
     if options.dry_run:
         from rollart.controller.resource_manager import ResourceManager
@@ -84,48 +84,8 @@ def _run(options: argparse.Namespace) -> int:
         sys.stdout.write(f"{to_yaml(config)}\n# run folder: {folder.path}\n# placement:\n")
         sys.stdout.writelines(f"#   {line}\n" for line in placement.splitlines())
         return 0
-    _check_packages()
+    preflight.check_packages()
     return _start(config, folder)
-
-
-def _check_packages() -> None:
-    """``ConfigError`` when a package that the workers need is not installed."""
-    needs = {
-        "torch": "all workers",
-        "vllm": "the inference workers",
-        "megatron.core": "the trainer",
-        "tokenizers": "environments",
-    }
-    missing = [f"{name} (for {who})" for name, who in needs.items() if not _found(name)]
-    if missing:
-        raise ConfigError(
-            f"these packages are not installed: {', '.join(missing)}. Install them with pip install 'rollart[cpu]', "
-            "or 'rollart[gpu]' on a machine with GPUs (the README says how to get torch's CPU build)"
-        )
-
-
-def _found(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # its parent package is not there
-        return False
-
-
-def _check_environments(config: Config) -> None:
-    """``ConfigError`` when a task's environment can't be loaded with its options, or is not to be found."""
-    import subprocess
-
-    import msgspec
-
-    # In a process of its own: an environment's module may import anything, and this process stays small.
-    command = [sys.executable, "-m", "rollart.environments.check"]
-    tasks = msgspec.json.encode(config.tasks)
-    result = subprocess.run(command, input=tasks, capture_output=True, check=False)
-    said = result.stdout.decode(errors="replace").strip().splitlines()
-    if result.returncode:
-        said = result.stderr.decode(errors="replace").strip().splitlines()
-    if said:
-        raise ConfigError(f"tasks: {said[-1]}")
 
 
 def _start(config: Config, folder: RunFolder) -> int:

@@ -68,9 +68,10 @@ def _logging_to(folder: RunFolder) -> Iterator[None]:
     root = logging.getLogger("rollart")
     root.addHandler(handler)
     root.setLevel(logging.INFO)
-    root.propagate = False
+    propagated, root.propagate = root.propagate, False
     try:
         yield
     finally:
+        root.propagate = propagated
         root.removeHandler(handler)
         handler.close()

@@ -8,10 +8,11 @@ lasts, ``private/`` (addresses and keys).  All of it is readable by its owner on
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
-import re
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 import msgspec
@@ -24,6 +25,8 @@ __all__ = ["RunFolder"]
 
 SHARED_MEMORY = Path("/dev/shm")
 STORE_PREFIX = "rollart-"
+YOUNG_S = 60.0
+"""A store that is younger may not be locked yet."""
 
 
 class RunFolder:
@@ -41,6 +44,7 @@ class RunFolder:
         self.private = path / "private"
         self.key_file = self.private / "peer.json"
         self.store: Path | None = None
+        self._store_lock: int | None = None
 
     @classmethod
     def choose(cls, config: Config) -> RunFolder:
@@ -67,6 +71,7 @@ class RunFolder:
             raise ConfigError(f"run_dir: can't create {error.filename}: {error.strerror}") from None
         self.config.write_text(to_yaml(config))
         self.store = _make_store(self.path)
+        self._store_lock = _lock(self.store)
 
     def keep_checkpoints(self, count: int) -> None:
         """Remove all but the newest ``count`` checkpoints."""
@@ -78,6 +83,9 @@ class RunFolder:
         shutil.rmtree(self.private, ignore_errors=True)
         if self.store is not None:
             shutil.rmtree(self.store, ignore_errors=True)
+        if self._store_lock is not None:
+            os.close(self._store_lock)
+            self._store_lock = None
 
 
 def to_yaml(config: Config) -> str:
@@ -92,13 +100,28 @@ def _make_store(run: Path) -> Path:
         store.mkdir(mode=0o700)
         return store
     _remove_orphans()
-    return Path(tempfile.mkdtemp(prefix=f"{STORE_PREFIX}{os.getpid()}-", dir=SHARED_MEMORY))
+    return Path(tempfile.mkdtemp(prefix=STORE_PREFIX, dir=SHARED_MEMORY))
+
+
+def _lock(store: Path) -> int | None:
+    """Lock ``store`` for as long as this process lives; ``None`` when another holds it."""
+    descriptor = os.open(store, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def _remove_orphans() -> None:
-    """Remove the stores of this user's controllers that were killed."""
+    """Remove the stores of this user's controllers that were killed: nobody holds their locks."""
     for folder in SHARED_MEMORY.glob(f"{STORE_PREFIX}*"):
-        match = re.fullmatch(rf"{STORE_PREFIX}(\d+)-\w+", folder.name)
         with contextlib.suppress(OSError):
-            if match and folder.stat().st_uid == os.getuid() and not Path(f"/proc/{match[1]}").exists():
+            age_s = time.time() - folder.stat().st_mtime
+            if folder.stat().st_uid != os.getuid() or age_s < YOUNG_S:
+                continue
+            lock = _lock(folder)
+            if lock is not None:
                 shutil.rmtree(folder)
+                os.close(lock)
