@@ -13,10 +13,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3Config
 
-from rollart.config import Algorithm, Config, DType, MixedVersions, Rollout, Sampling
+from rollart.config import Algorithm, Config, Decay, DType, MixedVersions, Rollout, Sampling
 from rollart.config import Trainer as TrainerConfig
 from rollart.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
-from rollart.protocol import VersionRun
+from rollart.protocol import VersionRun, encode
 from rollart.workers.megatron.architecture import Architecture, UnsupportedModel
 from rollart.workers.megatron.batch import Refusal
 from rollart.workers.megatron.checkpoint import CheckpointError
@@ -207,6 +207,22 @@ def test_the_size_of_micro_batches_changes_nothing(make: Make, folder: Path) -> 
         moved.append(weights_of(trainer))
     for other in moved[1:]:
         assert all(torch.allclose(other[name], moved[0][name], atol=1e-5) for name in other)
+
+
+def test_a_decaying_rate_reaches_zero_with_the_run(make: Make, folder: Path) -> None:
+    options = TrainerConfig(learning_rate=1e-2, minibatches=2, learning_rate_decay=Decay.LINEAR)
+    config = msgspec.structs.replace(make_config(trainer=options), steps=4)
+    trainer = make(config)
+    groups = make_groups(reference_model(folder), config, groups=2)
+    rates = [
+        trainer.train_step(
+            step_id=number, version=number, verify_share=0.0, frames=[encode(group) for group in groups]
+        ).metrics["learning_rate"]
+        for number in range(4)
+    ]
+    # 8 optimiser steps; the metric is the rate of a train_step's last one.
+    assert rates == pytest.approx([1e-2 * share for share in (6 / 8, 4 / 8, 2 / 8, 0.0)], abs=2e-3)
+    assert rates == sorted(rates, reverse=True)
 
 
 def test_fewer_groups_than_minibatches_make_a_step_each(make: Make, folder: Path) -> None:
@@ -402,7 +418,8 @@ def test_verify_share_chooses_trajectories(make: Make, folder: Path) -> None:
     groups = make_groups(reference_model(folder), make_config())
     part, none = step(make(), groups, share=0.25).metrics, step(make(), groups, share=0.0).metrics
     assert 3 <= part["logprob_gap_tokens"] < part["tokens"]
-    assert none["logprob_gap_tokens"] == none["logprob_gap_max"] == 0
+    assert none["logprob_gap_tokens"] == 0
+    assert "logprob_gap_mean" not in none and "logprob_gap_max" not in none, "nothing verified is no gap of 0"
 
 
 def test_a_token_of_a_version_that_is_not_kept_is_refused(make: Make, folder: Path) -> None:

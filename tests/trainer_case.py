@@ -85,7 +85,7 @@ def make_config(
     """A run's config with what the trainer reads."""
     return Config(
         name="test",
-        steps=1,
+        steps=100,
         model=Model(path="given by the welcome"),
         tasks=[Task(name="task", environment="module:Class")],
         sampling=sampling or Sampling(temperature=TEMPERATURE, allowed_token_ids=list(ALLOWED)),
