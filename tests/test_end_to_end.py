@@ -102,7 +102,7 @@ def test_the_demo_trains_on_real_parts_and_keeps_the_invariants(tmp_path: Path) 
         run.wait_for_steps(1)
         assert run.process.wait(300) == 0, run.output
         assert run.survivors(5) == []
-    assert shared_memory() == before
+    assert shared_memory() <= before
     run.check_events()
     assert [row["step"] for row in run.rows] == list(range(6))
     for row in run.rows:
@@ -137,7 +137,7 @@ def test_long_answers_span_updates_with_the_same_gap_and_ctrl_c_ends_in_order(tm
         assert run.process.wait(30) == 130, run.output
         assert time.monotonic() - began < 10
         assert run.survivors(5) == []
-    assert shared_memory() == before
+    assert shared_memory() <= before
     assert "interrupted" in run.output.splitlines()[-1]
     run.check_events()
     rows = run.rows
@@ -155,7 +155,7 @@ def test_nothing_outlives_a_killed_controller(tmp_path: Path) -> None:
         run.process.kill()
         run.process.wait()
         assert run.survivors(15) == []
-    assert shared_memory() == before
+    assert shared_memory() <= before
     list(read_events(run.folder / "events"))
 
 

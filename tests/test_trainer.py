@@ -496,6 +496,7 @@ def test_a_canary_that_cannot_be_scored_is_refused(make: Make, ids: list[int]) -
 def test_training_goes_on_from_a_checkpoint_as_if_never_interrupted(
     make: Make, folder: Path, tmp_path: Path
 ) -> None:
+    children = multiprocessing.active_children()  # engines of other tests may run
     config = make_config(
         trainer=TrainerConfig(learning_rate=1e-2, weight_decay=0.1, warmup_optimizer_steps=5, minibatches=2)
     )
@@ -513,7 +514,7 @@ def test_training_goes_on_from_a_checkpoint_as_if_never_interrupted(
     assert again == answers[1]
     assert [step(second, batch, share=0.0).metrics["loss"] for batch in batches[2:]] == expected
     assert_same(weights_of(second), weights_of(first))
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= set(children)
     assert [each.name for each in tmp_path.iterdir()] == ["checkpoint"]
 
 
