@@ -176,6 +176,7 @@ def _refuse_sampling(sampling: object) -> None:
 
 def _sentence(message: str, raw: dict[str, Any]) -> str:
     """msgspec's message, with the key's path first and the nearest right name last."""
+    message = "".join(c if c.isprintable() else repr(c)[1:-1] for c in message)  # a key may be anything
     text, _, where = message.partition(" - at `")
     path = re.sub(r"\[(\d+)\]", r".\1", where.rstrip("`").removeprefix("$")).lstrip(".")
     unknown = re.match(r"Object contains unknown field `(.*)`", text)
