@@ -123,7 +123,7 @@ FILES = [
     ("? [a, b]\n: c\n", "line"),
     ("name: x\n", "steps: this setting is required"),
     ("\ttabs: 1\n", "line 1"),
-    ('{name: x, steps: 1, tasks: [], model: {"\\n": 1}}', "model.\\n: there is no such setting"),
+    ('{model: {"\\n": 1}, name: x, steps: 1}', "model.\\n: there is no such setting"),
 ]  # fmt: skip
 
 
