@@ -61,7 +61,6 @@ class LLMProxy:
     ) -> None:
         """``lowest_version()`` is what the staleness bound still admits."""
         self.engines: dict[str, Engine] = {}
-        self.sampled_tokens = 0
         self.refused_answers = 0
         self._switchboard = switchboard
         self._inference = config.inference
@@ -178,7 +177,6 @@ class LLMProxy:
             engine.requests -= 1
             engine.candidate.tokens -= load
         highest = self._check(generated, link, max_tokens, version, greedy=greedy)
-        self.sampled_tokens += len(generated.ids) // ID_BYTES
         return Answer(generated, link.name, version, highest)
 
     def _check(

@@ -6,18 +6,16 @@ The rest of the controller knows only ``Transport``; the simulator fills the sam
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Protocol
 
-import msgspec
 import zmq
 from zmq.utils import z85
 
 from rollart.channel import Channel
+from rollart.peer import Peer
 
-__all__ = ["PeerFile", "Transport", "Unreachable", "ZmqTransport"]
+__all__ = ["Transport", "Unreachable", "ZmqTransport"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,21 +38,6 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Stop; what was sent has a moment to leave."""
-
-
-class PeerFile(msgspec.Struct, frozen=True):
-    """What a worker needs to reach this controller: the run's private key file.  Keys are Z85 text."""
-
-    address: str
-    server_public: str
-    client_public: str
-    client_secret: str
-
-    def write(self, path: Path) -> None:
-        """Write it for the owner's eyes only; an existing file is an error."""
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(msgspec.json.encode(self))
 
 
 SEND_QUEUE_MESSAGES = 100_000
@@ -85,9 +68,9 @@ class ZmqTransport:
         self._on_frames: OnFrames | None = None
 
     @property
-    def peer_file(self) -> PeerFile:
+    def peer_file(self) -> Peer:
         """How workers reach this transport."""
-        return PeerFile(
+        return Peer(
             self.address,
             self._server_public.decode(),
             self._client_public.decode(),

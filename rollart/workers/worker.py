@@ -16,7 +16,6 @@ import signal
 import sys
 import uuid
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
@@ -24,6 +23,7 @@ import zmq
 
 from rollart.channel import Channel
 from rollart.config import Config
+from rollart.peer import Peer
 from rollart.protocol import (
     PROTOCOL_VERSION,
     Attach,
@@ -56,20 +56,6 @@ CANCEL_PATIENCE_S = 2.0
 
 class Deterministic(Exception):
     """A request failed in a way that the same request would fail again."""
-
-
-class Peer(msgspec.Struct, frozen=True):
-    """Where the controller is and the CURVE keys to reach it (Z85 text); the run's private key file."""
-
-    address: str
-    server_public: str
-    client_public: str
-    client_secret: str
-
-    @classmethod
-    def read(cls, path: Path) -> Peer:
-        """The peer a key file describes; ``OSError`` or ``msgspec.DecodeError`` when it can't be read."""
-        return msgspec.json.decode(path.read_bytes(), type=cls)
 
 
 class Worker:
