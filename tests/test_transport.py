@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import zmq
 
+from rollart.controller.events import Event
+from rollart.controller.run_context import RunContext
 from rollart.controller.switchboard import CallError, Link, LinkState, Switchboard
 from rollart.controller.transport import ZmqTransport
 from rollart.protocol import (
@@ -88,9 +90,13 @@ class Wire:
     def __init__(self) -> None:
         self.transport = ZmqTransport()
         self.changes: list[tuple[str, LinkState, str]] = []
+        self.events: list[Event] = []
         self.bugs: list[BaseException] = []
         self.switchboard = Switchboard(
-            self.transport, WELCOME, on_change=self.changed, on_bug=self.bugs.append
+            self.transport,
+            WELCOME,
+            run=RunContext(write=self.events.append, bug=self.bugs.append),
+            on_change=self.changed,
         )
         self.context = zmq.Context()
 

@@ -26,6 +26,7 @@ from rollart.controller.metrics import Metrics
 from rollart.controller.progress import Progress
 from rollart.controller.resource_manager import ResourceManager
 from rollart.controller.rollout import Rollout
+from rollart.controller.run_context import RunContext
 from rollart.controller.run_folder import RunFolder
 from rollart.controller.staleness import Bound, Versions
 from rollart.controller.switchboard import Link, LinkState, Switchboard
@@ -148,16 +149,16 @@ class Controller:
 
     def _wire(self, loop: asyncio.AbstractEventLoop) -> None:
         config = self.config
-        self._zero = loop.time()
         self._end = loop.create_future()
         self._joined = asyncio.Event()
-        self.metrics = Metrics(self._clock)
+        self._context = RunContext(write=self.events.write, bug=self.fail)
+        self.metrics = Metrics(self._context.clock)
         self.events.listen(self.metrics.listen)
         self._launcher = self._launch(self._on_exit)
         bound = Bound(config.rollout.staleness_bound, config.rollout.update_at)
         self._losses = Losses(fail=self._end_with, tail=self._launcher.tail)
         self.switchboard = Switchboard(
-            self._transport, self._welcome(), on_change=self._on_link, on_bug=self.fail
+            self._transport, self._welcome(), run=self._context, on_change=self._on_link
         )
         self.proxy = LLMProxy(self.switchboard, config, lowest_version=lambda: bound.floor(self.versions))
         self.rollout = Rollout(
@@ -166,10 +167,8 @@ class Controller:
             self.proxy,
             self.versions,
             bound,
-            write=self.events.write,
-            clock=self._clock,
+            run=self._context,
             metrics=self.metrics,
-            on_bug=self.fail,
         )
         self.sync = WeightSync(
             config,
@@ -177,10 +176,8 @@ class Controller:
             self.proxy,
             self.versions,
             canary=canary_prompt(vocabulary_size(self.model_dir), config.inference.max_model_len),
-            write=self.events.write,
-            clock=self._clock,
+            run=self._context,
             on_serving=self.rollout.review,
-            on_bug=self.fail,
         )
         self._bound = bound
         self.events.write(
@@ -221,11 +218,9 @@ class Controller:
                 self.versions,
                 self._bound,
                 trainer,
+                run=self._context,
                 metrics=self.metrics,
                 progress=self._progress,
-                write=self.events.write,
-                clock=self._clock,
-                on_bug=self.fail,
             )
             await self.loop.run()
         finally:
@@ -257,7 +252,7 @@ class Controller:
             ) from None
         for link in self.switchboard.links.values():
             facts = ", ".join(f"{key} {value}" for key, value in link.facts.items())
-            self._progress.say(f"ready after {self._clock():.0f} s: {link.name} ({facts})")
+            self._progress.say(f"ready after {self._context.clock():.0f} s: {link.name} ({facts})")
         return trainer
 
     def _missing(self, placements: list[Placement]) -> list[str]:
@@ -269,7 +264,9 @@ class Controller:
     # --- what happens to workers ----------------------------------------------------------------------
 
     def _on_link(self, link: Link, reason: str) -> None:
-        self.events.write(events.WorkerChanged(self._clock(), link.name, link.role, link.state, reason))
+        self.events.write(
+            events.WorkerChanged(self._context.clock(), link.name, link.role, link.state, reason)
+        )
         self._joined.set()
         if link.state is LinkState.GONE:
             self._on_loss(link, reason)
@@ -337,16 +334,12 @@ class Controller:
             await self._launcher.stop(grace_s=SHUTDOWN_GRACE_S)
             await self.switchboard.close()
         with _recorded("writing the last events"):
-            self.events.write(events.Ended(self._clock(), outcome, cause))
+            self.events.write(events.Ended(self._context.clock(), outcome, cause))
             self.events.close()
         asyncio.get_running_loop().set_exception_handler(None)
         self.folder.clean()
 
     # --- for people -----------------------------------------------------------------------------------
-
-    def _clock(self) -> float:
-        """Seconds since the run began."""
-        return asyncio.get_running_loop().time() - self._zero
 
     async def _show_status(self) -> None:
         while True:
@@ -356,7 +349,9 @@ class Controller:
                 waiting = [
                     link.name for link in self.switchboard.links.values() if link.state is LinkState.JOINING
                 ]
-                self._progress.status(f"{self._clock():.0f} s: waiting for {', '.join(waiting) or 'workers'}")
+                self._progress.status(
+                    f"{self._context.clock():.0f} s: waiting for {', '.join(waiting) or 'workers'}"
+                )
             else:
                 doing = self.loop.doing
                 waits = f": {self.rollout.buffer.waiting_for()}" if doing == "get_batch" else ""

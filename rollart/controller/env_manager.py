@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine
 from rollart.config import Config
 from rollart.controller.llm_proxy import Answer, LLMProxy
 from rollart.controller.rewards import RewardClient, RewardError
+from rollart.controller.run_context import RunContext
 from rollart.controller.switchboard import CallError, Link, LinkState, Switchboard
 from rollart.controller.trajectory import Next, Reason, State, Trajectory
 from rollart.packing import ID_BYTES
@@ -33,20 +34,20 @@ class EnvManager:
         proxy: LLMProxy,
         rewards: RewardClient,
         *,
+        run: RunContext,
         on_sampled: Callable[[Trajectory, Answer], None],
         on_settled: Callable[[Trajectory], None],
-        on_bug: Callable[[BaseException], None],
     ) -> None:
         """``on_sampled`` hears each answer and may end the trajectory; ``on_settled`` hears
-        of each trajectory that became SCORED or FAILED; ``on_bug`` of an exception that no one expected."""
+        of each trajectory that became SCORED or FAILED."""
         self.tasks: dict[int, asyncio.Task[None]] = {}
         self._config = config
         self._switchboard = switchboard
         self._proxy = proxy
         self._rewards = rewards
+        self._run = run
         self._on_sampled = on_sampled
         self._on_settled = on_settled
-        self._on_bug = on_bug
         self._episodes: dict[int, tuple[Link, str]] = {}
         """Each trajectory's open episode: at which worker, under which name."""
         self._place_free: asyncio.Future[None] | None = None
@@ -96,7 +97,7 @@ class EnvManager:
         except asyncio.CancelledError:
             raise
         except Exception as error:  # the boundary of a trajectory's owner: a bug here stops the run, named
-            self._on_bug(error)
+            self._run.bug(error)
         finally:
             self._proxy.forget(trajectory)
             self._leave(trajectory)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from rollart.config import Task
 from rollart.controller import events
+from rollart.controller.run_context import RunContext
 from rollart.controller.trajectory import State, Trajectory
 from rollart.errors import RunError
 
@@ -22,13 +23,13 @@ class Evaluation:
         episodes: int,
         *,
         start: Callable[[str, int], Trajectory],
-        clock: Callable[[], float],
+        run: RunContext,
     ) -> None:
         """``start(task, seed)`` dispatches an evaluation trajectory."""
         self._tasks = tasks
         self._episodes = episodes
         self._start = start
-        self._clock = clock
+        self._run = run
         self._waiting: set[int] = set()
         self._all_ended: asyncio.Future[None] | None = None
 
@@ -51,7 +52,7 @@ class Evaluation:
             trajectory.move(State.CONSUMED)
         success = [t.success if t.success is not None else float(t.score >= 1) for t in scored]
         return events.Evaluated(
-            self._clock(),
+            self._run.clock(),
             step,
             max(t.newest for t in scored),
             len(scored),

@@ -7,7 +7,6 @@ stream of each transition.  Whatever may change what is admissible ends in ``rev
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 from rollart.config import Config, MixedVersions
 from rollart.controller import events
@@ -16,6 +15,7 @@ from rollart.controller.evaluation import Evaluation
 from rollart.controller.llm_proxy import Answer, LLMProxy
 from rollart.controller.metrics import Metrics
 from rollart.controller.rewards import RewardClient
+from rollart.controller.run_context import RunContext
 from rollart.controller.sample_buffer import Group, GroupPolicy, Orders, SampleBuffer
 from rollart.controller.staleness import Bound, Versions
 from rollart.controller.switchboard import Switchboard
@@ -39,18 +39,14 @@ class Rollout:
         versions: Versions,
         bound: Bound,
         *,
-        write: Callable[[events.Event], None],
-        clock: Callable[[], float],
+        run: RunContext,
         metrics: Metrics,
-        on_bug: Callable[[BaseException], None],
     ) -> None:
         self._config = config
         self._bound = bound
         self._versions = versions
-        self._write = write
-        self._clock = clock
+        self._run = run
         self._metrics = metrics
-        self._on_bug = on_bug
         self._next_id = 0
         self._admitting = False
         self._batch_wanted: asyncio.Future[list[Group]] | None = None
@@ -71,12 +67,12 @@ class Rollout:
             switchboard,
             proxy,
             RewardClient(),
+            run=run,
             on_sampled=self._sampled,
             on_settled=self._settled,
-            on_bug=on_bug,
         )
         self.evaluation = Evaluation(
-            config.tasks, config.evaluation.episodes, start=self._start_eval, clock=clock
+            config.tasks, config.evaluation.episodes, start=self._start_eval, run=run
         )
 
     # --- the batch ------------------------------------------------------------------------------------
@@ -160,7 +156,7 @@ class Rollout:
         )
         self._next_id += 1
         self._metrics.dispatched(trajectory)
-        self._write(events.Dispatched(self._clock(), trajectory.id, group, member, task, seed, kind))
+        self._run.write(events.Dispatched(self._run.clock(), trajectory.id, group, member, task, seed, kind))
         return trajectory
 
     def _carry_out(self, orders: Orders) -> None:
@@ -170,16 +166,16 @@ class Rollout:
             if not trajectory.state.ended:
                 self.manager.start(trajectory)
         if orders.failure is not None:
-            self._on_bug(orders.failure)
+            self._run.bug(orders.failure)
 
     # --- what is heard of them ------------------------------------------------------------------------
 
     def _moved(self, trajectory: Trajectory, before: State, reason: Reason) -> None:
         self._metrics.moved(trajectory, before, reason)
         detail = trajectory.detail if trajectory.state in (State.FAILED, State.PENDING) else ""
-        self._write(
+        self._run.write(
             events.Moved(
-                self._clock(),
+                self._run.clock(),
                 trajectory.id,
                 trajectory.attempt,
                 before,
@@ -196,9 +192,9 @@ class Rollout:
     def _sampled(self, trajectory: Trajectory, answer: Answer) -> None:
         generated = answer.generated
         count = len(generated.ids) // ID_BYTES
-        self._write(
+        self._run.write(
             events.Sampled(
-                self._clock(),
+                self._run.clock(),
                 trajectory.id,
                 trajectory.attempt,
                 trajectory.turns - 1,
@@ -234,9 +230,9 @@ class Rollout:
 
     def _group_ended(self, group: Group, outcome: str) -> None:
         version = group.version
-        self._write(
+        self._run.write(
             events.GroupEnded(
-                self._clock(),
+                self._run.clock(),
                 group.id,
                 outcome,
                 len(group.scored),

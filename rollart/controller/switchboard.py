@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import msgspec
 
+from rollart.controller.run_context import RunContext
 from rollart.controller.transport import Transport, Unreachable
 from rollart.protocol import (
     PROTOCOL_VERSION,
@@ -119,17 +120,17 @@ class Switchboard:
         transport: Transport,
         welcome: Welcome,
         *,
+        run: RunContext,
         on_change: Callable[[Link, str], None],
-        on_bug: Callable[[BaseException], None],
     ) -> None:
-        """``on_change(link, reason)`` hears each change of a link's state; ``on_bug`` an unexpected exception."""
+        """``on_change(link, reason)`` hears each change of a link's state."""
         self.links: dict[str, Link] = {}
         self.refused_frames = 0
         self.late_answers = 0
         self._transport = transport
         self._welcome = welcome
+        self._run = run
         self._on_change = on_change
-        self._on_bug = on_bug
         self._pending: dict[int, tuple[asyncio.Future[Message], Link]] = {}
         self._attached: set[str] = set()
         """Names whose data connection is there."""
@@ -267,7 +268,7 @@ class Switchboard:
         try:
             self._heard(link, message)
         except Exception as error:  # the boundary of a socket's callback, whose exceptions nobody else sees
-            self._on_bug(error)
+            self._run.bug(error)
 
     def _heard(self, link: Link, message: ToController) -> None:
         match message:
@@ -319,7 +320,7 @@ class Switchboard:
         try:
             await self._beat_for_ever()
         except Exception as error:  # the boundary of the beats: without them all workers would end
-            self._on_bug(error)
+            self._run.bug(error)
 
     async def _beat_for_ever(self) -> None:
         loop = asyncio.get_running_loop()

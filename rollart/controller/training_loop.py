@@ -9,7 +9,6 @@ step the trainer publishes and goes on; nobody waits for a receiver.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import TypeVar
 
 from rollart.config import Config, UpdateAt
@@ -17,6 +16,7 @@ from rollart.controller import events
 from rollart.controller.metrics import Metrics, MetricsFile, Row, batch_metrics, trained_runs
 from rollart.controller.progress import Progress
 from rollart.controller.rollout import Rollout
+from rollart.controller.run_context import RunContext
 from rollart.controller.run_folder import RunFolder
 from rollart.controller.sample_buffer import Group
 from rollart.controller.staleness import Bound, Versions
@@ -56,11 +56,9 @@ class TrainingLoop:
         bound: Bound,
         trainer: Link,
         *,
+        run: RunContext,
         metrics: Metrics,
         progress: Progress,
-        write: Callable[[events.Event], None],
-        clock: Callable[[], float],
-        on_bug: Callable[[BaseException], None],
     ) -> None:
         self._config = config
         self._folder = folder
@@ -70,11 +68,9 @@ class TrainingLoop:
         self._versions = versions
         self._bound = bound
         self._trainer = trainer
+        self._run = run
         self._metrics = metrics
         self._progress = progress
-        self._write = write
-        self._clock = clock
-        self._on_bug = on_bug
         self._file = MetricsFile(folder.metrics)
         self._publishing: asyncio.Task[None] | None = None
         self._skipped_in_a_row = 0
@@ -114,7 +110,7 @@ class TrainingLoop:
     # --- one iteration --------------------------------------------------------------------------------
 
     async def _iterate(self) -> Row:
-        clock, versions = self._clock, self._versions
+        clock, versions = self._run.clock, self._versions
         row: Row = {"step": self._step, "version": versions.n}
         started = clock()
         self.doing = "get_batch"
@@ -147,9 +143,9 @@ class TrainingLoop:
         """The batch is formed: record its ages, and abort what can't make the next one."""
         versions, bound = self._versions, self._bound
         row.update(batch_metrics(groups, bound, versions, self._config.rollout.mixed_versions))
-        self._write(
+        self._run.write(
             events.Shipped(
-                self._clock(),
+                self._run.clock(),
                 self._step,
                 bound.reference(versions),
                 versions.n,
@@ -179,8 +175,10 @@ class TrainingLoop:
         ]
         self._rollout.batch_trained(trained.skipped)
         versions.n, versions.busy = trained.version, False
-        self._write(
-            events.TrainedStep(self._clock(), self._step, before, trained.version, trained.skipped, samples)
+        self._run.write(
+            events.TrainedStep(
+                self._run.clock(), self._step, before, trained.version, trained.skipped, samples
+            )
         )
         self._heed_skips(trained)
         if not trained.skipped:
@@ -208,21 +206,21 @@ class TrainingLoop:
     def _published(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            self._on_bug(error)
+            self._run.bug(error)
 
     # --- around the iterations ------------------------------------------------------------------------
 
     async def _evaluate(self, step: int) -> dict[str, float]:
         self.doing = "evaluation"
-        started = self._clock()
+        started = self._run.clock()
         result = await self._rollout.evaluation.run(step)
-        self._write(result)
+        self._run.write(result)
         row: dict[str, float] = {
             "eval_success": result.success,
             "eval_reward": result.reward,
             "eval_version": result.version,
             "eval_episodes": result.episodes,
-            "eval_seconds": round(self._clock() - started, 4),
+            "eval_seconds": round(self._run.clock() - started, 4),
         }
         if result.failed:
             row["eval_failed"] = result.failed

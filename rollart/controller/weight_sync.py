@@ -20,6 +20,7 @@ from typing import TypeVar
 from rollart.config import Config, UpdateAt
 from rollart.controller import events
 from rollart.controller.llm_proxy import Engine, LLMProxy
+from rollart.controller.run_context import RunContext
 from rollart.controller.staleness import Versions
 from rollart.controller.switchboard import CallError, Link, Switchboard
 from rollart.errors import RunError
@@ -78,10 +79,8 @@ class WeightSync:
         versions: Versions,
         *,
         canary: bytes,
-        write: Callable[[events.Event], None],
-        clock: Callable[[], float],
+        run: RunContext,
         on_serving: Callable[[], None],
-        on_bug: Callable[[BaseException], None],
     ) -> None:
         """``canary`` is the prompt (int32 ids) that trainer and engines score for each version; ``on_serving``
         hears that ``versions.m`` or the set of serving workers changed."""
@@ -93,10 +92,8 @@ class WeightSync:
         self._switchboard = switchboard
         self._proxy = proxy
         self._versions = versions
-        self._write = write
-        self._clock = clock
+        self._run = run
         self._on_serving = on_serving
-        self._on_bug = on_bug
         self._published: dict[int, Published] = {}
         self._followers: dict[str, asyncio.Task[None]] = {}
         self._in_use: dict[str, int] = {}
@@ -118,7 +115,9 @@ class WeightSync:
         self.newest = max(self.newest, version)
         if self._config.rollout.update_at is UpdateAt.PUBLISH or self.gate < 0:
             self.gate = self.newest
-        self._write(events.Published(self._clock(), version, published.size_bytes, published.blocked_s))
+        self._run.write(
+            events.Published(self._run.clock(), version, published.size_bytes, published.blocked_s)
+        )
         self._notify()
         await self._collect(trainer)
 
@@ -193,13 +192,13 @@ class WeightSync:
         except (CallError, _Untrusted) as error:
             self._take_out(engine, str(error))
         except Exception as error:  # the boundary of a follower: a bug here stops the run, named
-            self._on_bug(error)
+            self._run.bug(error)
         finally:
             self._in_use.pop(engine.link.name, None)
 
     async def _pull(self, engine: Engine, version: int) -> float:
         """Seconds that the worker took to bring ``version`` to its host."""
-        started = self._clock()
+        started = self._run.clock()
         for tries_left in range(PULL_TRIES - 1, -1, -1):
             self._in_use[engine.link.name] = version
             manifest = self._published[version].manifest
@@ -209,11 +208,11 @@ class WeightSync:
             except CallError as error:
                 if not error.retry or not tries_left:
                     raise
-        return self._clock() - started
+        return self._run.clock() - started
 
     async def _swap(self, engine: Engine, version: int, pull_s: float) -> None:
         """Suspend, update, verify, resume."""
-        seq, clock, before = self._switchboard.next_seq, self._clock, engine.version
+        seq, clock, before = self._switchboard.next_seq, self._run.clock, engine.version
         times = [clock()]
         self._proxy.close(engine)
         in_flight = engine.requests
@@ -233,7 +232,7 @@ class WeightSync:
         self._in_use.pop(engine.link.name, None)
         self._proxy.open(engine, version)
         suspend_s, update_s, resume_s = (after - start for start, after in itertools.pairwise(times))
-        self._write(
+        self._run.write(
             events.Swapped(
                 t=times[-1],
                 worker=engine.link.name,
