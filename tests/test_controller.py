@@ -299,3 +299,26 @@ async def test_a_slow_step_is_a_timeout_of_its_trajectory(tmp_path: Path) -> Non
     assert await asyncio.wait_for(run.controller.run(), 2.5) is Outcome.SUCCESS
     reasons = [e.reason for e in run.events if isinstance(e, events.Moved) and e.after == "pending"]
     assert reasons == ["env_timeout"]
+
+
+async def test_the_status_says_what_is_waited_for(tmp_path: Path) -> None:
+    script = Script()
+    asked = iter([0.0])
+    script.generate_s = lambda: next(asked, 0.5)
+    script.turns = lambda seed: 1
+    run = ScriptedRun(config_of(steps=1, evaluation={"episodes": 4}), script, tmp_path / "run")
+    controller = run.controller
+    task = asyncio.create_task(controller.run())
+
+    async def reads(start: str) -> None:
+        async with asyncio.timeout(10):
+            while controller.loop is None or not controller.status.startswith(start):
+                await asyncio.sleep(0.001)
+
+    await reads("evaluation: 3 of 4 episodes left")
+    engine = controller.proxy.engines["inference-0"]
+    controller.proxy.close(engine)
+    await reads("get_batch, 8 requests wait for an engine: 0 of 2 groups complete")
+    controller.proxy.open(engine, engine.version)
+    await reads("get_batch: 0 of 2 groups complete")
+    assert await task is Outcome.SUCCESS

@@ -341,21 +341,27 @@ class Controller:
 
     # --- for people -----------------------------------------------------------------------------------
 
+    @property
+    def status(self) -> str:
+        """What the run does and what it waits for, in one line."""
+        if self.loop is None:
+            joining = [w.name for w in self.switchboard.links.values() if w.state is LinkState.JOINING]
+            return f"{self._context.clock():.0f} s: waiting for {', '.join(joining) or 'workers'}"
+        queued = self.proxy.waiting
+        # First, since the terminal's width cuts the rest.
+        requests = f", {queued} request{'s wait' if queued > 1 else ' waits'} for an engine" if queued else ""
+        waits = ""
+        if self.loop.doing == "get_batch":
+            waits = f": {self.rollout.buffer.waiting_for()}"
+        elif self.loop.doing == "evaluation":
+            waits = f": {self.rollout.evaluation.waiting_for()}"
+        return f"{self.loop.doing}{requests}{waits}"
+
     async def _show_status(self) -> None:
         while True:
             await asyncio.sleep(STATUS_EVERY_S)
             self.events.flush()
-            if self.loop is None:
-                waiting = [
-                    link.name for link in self.switchboard.links.values() if link.state is LinkState.JOINING
-                ]
-                self._progress.status(
-                    f"{self._context.clock():.0f} s: waiting for {', '.join(waiting) or 'workers'}"
-                )
-            else:
-                doing = self.loop.doing
-                waits = f": {self.rollout.buffer.waiting_for()}" if doing == "get_batch" else ""
-                self._progress.status(f"{doing}{waits}")
+            self._progress.status(self.status)
 
 
 @contextlib.contextmanager

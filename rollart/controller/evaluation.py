@@ -33,10 +33,9 @@ class Evaluation:
         self._waiting: set[int] = set()
         self._all_ended: asyncio.Future[None] | None = None
 
-    @property
-    def running(self) -> int:
-        """Episodes that have not ended."""
-        return len(self._waiting)
+    def waiting_for(self) -> str:
+        """What the running evaluation waits for, in one line."""
+        return f"{len(self._waiting)} of {self._episodes} episodes left"
 
     async def run(self, step: int) -> events.Evaluated:
         """The result of all episodes; ``RunError`` when not one of them finished."""
