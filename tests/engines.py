@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from rollart.config import Config
 from rollart.packing import pack_ids, unpack_floats, unpack_ids
+from rollart.peer import Peer
 from rollart.protocol import (
     Done,
     Generate,
@@ -28,8 +29,8 @@ from rollart.protocol import (
 )
 from rollart.weights.local import LocalStore
 from rollart.weights.tensors import buffers_of
+from rollart.workers.dialer import ZmqDialer
 from rollart.workers.inference import InferenceWorker
-from rollart.workers.worker import Peer
 
 VOCABULARY = 96
 EOS = 2
@@ -37,7 +38,7 @@ CANARY = list(range(1, 33))
 PROMPT = [1, *(5 + (j * 7) % 90 for j in range(20))]
 EXACT = 1e-4
 """Nats between vLLM and Hugging Face in float32."""
-NOWHERE = Peer("tcp://127.0.0.1:1", "", "", "")
+NOWHERE = ZmqDialer(Peer("tcp://127.0.0.1:1", "", "", ""))
 
 
 def random_model(seed: int, *, tied: bool = False) -> PreTrainedModel:

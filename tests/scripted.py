@@ -22,6 +22,7 @@ from rollart.controller.run_folder import RunFolder
 from rollart.controller.transport import ZmqTransport
 from rollart.launch.local import Placement, WorkerExit
 from rollart.packing import pack_floats, pack_ids, unpack_ids
+from rollart.peer import Peer
 from rollart.protocol import (
     Close,
     Collect,
@@ -50,7 +51,8 @@ from rollart.protocol import (
     VersionRun,
 )
 from rollart.random_model import write_model_folder
-from rollart.workers.worker import Deterministic, Peer, Worker
+from rollart.workers.dialer import Dialer, ZmqDialer
+from rollart.workers.worker import Deterministic, Worker
 
 MINIMAL = {
     "name": "scripted",
@@ -96,8 +98,8 @@ class Script:
 class ScriptedInference(Worker):
     role = Role.INFERENCE
 
-    def __init__(self, peer: Peer, *, name: str, script: Script) -> None:
-        super().__init__(peer, name=name)
+    def __init__(self, dialer: Dialer, *, name: str, script: Script) -> None:
+        super().__init__(dialer, name=name)
         self.script = script
         self.version = -1
         self.pulled = -1
@@ -156,8 +158,8 @@ class ScriptedInference(Worker):
 class ScriptedTrainer(Worker):
     role = Role.TRAINER
 
-    def __init__(self, peer: Peer, *, name: str, script: Script) -> None:
-        super().__init__(peer, name=name)
+    def __init__(self, dialer: Dialer, *, name: str, script: Script) -> None:
+        super().__init__(dialer, name=name)
         self.script = script
         self.version = 0
         self.one_at_a_time = asyncio.Lock()
@@ -198,8 +200,8 @@ class ScriptedTrainer(Worker):
 class ScriptedEnvironment(Worker):
     role = Role.ENVIRONMENT
 
-    def __init__(self, peer: Peer, *, name: str, script: Script) -> None:
-        super().__init__(peer, name=name)
+    def __init__(self, dialer: Dialer, *, name: str, script: Script) -> None:
+        super().__init__(dialer, name=name)
         self.script = script
         self.left: dict[str, int] = {}
 
@@ -243,7 +245,9 @@ class ScriptedLauncher:
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
     async def start(self, placement: Placement) -> None:
-        worker = WORKERS[placement.role](Peer.read(self.key_file), name=placement.name, script=self.script)
+        worker = WORKERS[placement.role](
+            ZmqDialer(Peer.read(self.key_file)), name=placement.name, script=self.script
+        )
         self.workers[placement.name] = worker
         self.tasks[placement.name] = asyncio.create_task(self._run(worker, placement))
 

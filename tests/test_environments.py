@@ -27,10 +27,12 @@ from rollart.environments.splits import split_of
 from rollart.environments.threads import Threads
 from rollart.errors import ConfigError
 from rollart.packing import pack_ids, unpack_ids
+from rollart.peer import Peer
 from rollart.protocol import Close, Failure, FailureKind, Message, Observation, Reset, Step, Welcome
 from rollart.random_model import random_vocabulary, write_model_folder
+from rollart.workers.dialer import ZmqDialer
 from rollart.workers.environment import EnvironmentWorker
-from rollart.workers.worker import Deterministic, Peer
+from rollart.workers.worker import Deterministic
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 VOCABULARY = random_vocabulary(RandomModel())
@@ -371,7 +373,7 @@ async def worker_of(
         "name": "test", "steps": 1, "model": {"path": str(model)}, "environments": environments,
         "tasks": [{"name": f"t{i}", "environment": e, "options": o} for i, (e, o) in enumerate(tasks)],
     }  # fmt: skip
-    worker = EnvironmentWorker(Peer("", "", "", ""), name="env-0")
+    worker = EnvironmentWorker(ZmqDialer(Peer("", "", "", "")), name="env-0")
     worker.config = msgspec.convert(config, Config)
     worker.welcome = Welcome(b"", "", str(model), "", 1.0, 30.0)
     Echo.closed.clear()

@@ -19,6 +19,7 @@ import torch
 import zmq
 
 from rollart.packing import pack_ids, unpack_floats
+from rollart.peer import Peer
 from rollart.protocol import (
     Attach,
     Beat,
@@ -43,7 +44,6 @@ from rollart.protocol import (
 )
 from rollart.weights.local import LocalStore
 from rollart.weights.tensors import buffers_of
-from rollart.workers.worker import Peer
 from tests.engines import (
     CANARY,
     EOS,

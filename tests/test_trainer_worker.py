@@ -16,6 +16,7 @@ import torch
 import zmq
 
 from rollart.packing import pack_ids, unpack_floats
+from rollart.peer import Peer
 from rollart.protocol import (
     Attach,
     Beat,
@@ -41,7 +42,6 @@ from rollart.protocol import (
 )
 from rollart.weights.local import LocalStore
 from rollart.weights.tensors import tensors_of
-from rollart.workers.worker import Peer
 from tests.trainer_case import frames_of, make_config, make_groups, reference_model, write_model
 
 Answer = TypeVar("Answer", bound=Message)

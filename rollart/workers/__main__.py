@@ -13,7 +13,9 @@ from pathlib import Path
 
 import msgspec
 
-from rollart.workers.worker import Peer, Worker, die_with_parent
+from rollart.peer import Peer
+from rollart.workers.dialer import ZmqDialer
+from rollart.workers.worker import Worker, die_with_parent
 
 ROLES = {
     "inference": "rollart.workers.inference:InferenceWorker",
@@ -51,7 +53,7 @@ def main() -> int:
         peer = msgspec.structs.replace(peer, address=options.connect)
     module, _, name = ROLES[options.role].partition(":")
     worker_class: type[Worker] = getattr(importlib.import_module(module), name)
-    worker = worker_class(peer, name=options.name, hardware_class=options.hardware_class)
+    worker = worker_class(ZmqDialer(peer), name=options.name, hardware_class=options.hardware_class)
     return asyncio.run(_run(worker))
 
 

@@ -31,7 +31,8 @@ from rollart.protocol import (
     Step,
     ToWorker,
 )
-from rollart.workers.worker import Deterministic, Peer, Worker
+from rollart.workers.dialer import Dialer
+from rollart.workers.worker import Deterministic, Worker
 
 __all__ = ["EnvironmentWorker"]
 
@@ -67,8 +68,8 @@ class EnvironmentWorker(Worker):
     role = Role.ENVIRONMENT
     packages = ("tokenizers",)
 
-    def __init__(self, peer: Peer, *, name: str | None = None, hardware_class: str = "CPU") -> None:
-        super().__init__(peer, name=name, hardware_class=hardware_class)
+    def __init__(self, dialer: Dialer, *, name: str | None = None, hardware_class: str = "CPU") -> None:
+        super().__init__(dialer, name=name, hardware_class=hardware_class)
         self._sessions: dict[str, _Session] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._blueprints: dict[str, Blueprint] = {}

@@ -19,11 +19,8 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import msgspec
-import zmq
 
-from rollart.channel import Channel
 from rollart.config import Config
-from rollart.peer import Peer
 from rollart.protocol import (
     PROTOCOL_VERSION,
     Attach,
@@ -44,8 +41,9 @@ from rollart.protocol import (
     decode_to_worker,
     encode,
 )
+from rollart.workers.dialer import Connection, Dialer
 
-__all__ = ["Deterministic", "Peer", "Worker", "die_with_parent"]
+__all__ = ["Deterministic", "Worker", "die_with_parent"]
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +63,8 @@ class Worker:
     packages: ClassVar[tuple[str, ...]] = ()
     """Distributions whose versions the hello tells."""
 
-    def __init__(self, peer: Peer, *, name: str | None = None, hardware_class: str = "CPU") -> None:
-        self.peer = peer
+    def __init__(self, dialer: Dialer, *, name: str | None = None, hardware_class: str = "CPU") -> None:
+        self._dialer = dialer
         self.name = name or f"{self.role}-{uuid.uuid4().hex[:8]}"
         self.hardware_class = hardware_class
         self.welcome: Welcome
@@ -102,9 +100,8 @@ class Worker:
         """Serve until the end; the process's exit code."""
         loop = asyncio.get_running_loop()
         self._end = loop.create_future()
-        context = zmq.Context()
-        self._control = self._dial(context, "control", self._on_control)
-        self._data = self._dial(context, "data", self._on_data)
+        self._control = self._dialer.dial("control", self.name, self._on_control)
+        self._data = self._dialer.dial("data", self.name, self._on_data)
         code = 0
         try:
             await self._serve_until_end(loop)
@@ -112,7 +109,7 @@ class Worker:
             logger.exception("worker %s failed", self.name)
             code = 1
         finally:
-            await self._close(context)
+            await self._close()
         return code
 
     @property
@@ -134,7 +131,7 @@ class Worker:
             return
         if not self._welcomed.done():
             raise ConnectionError(
-                f"no answer from the controller at {self.peer.address} within {WELCOME_PATIENCE_S:g} s: "
+                f"no answer from the controller at {self._dialer.address} within {WELCOME_PATIENCE_S:g} s: "
                 "is it running, and does the key file belong to this run?"
             )
         self.welcome = self._welcomed.result()
@@ -176,7 +173,7 @@ class Worker:
             if loop.time() - self._heard > self.welcome.controller_timeout_s:
                 self.end(f"controller silent for {self.welcome.controller_timeout_s:g} s")
 
-    async def _close(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    async def _close(self) -> None:
         self._closed = True  # what is cancelled now was not cancelled by the controller: no answer says so
         serving = [*self._tasks.values(), *self._background]
         for task in serving:
@@ -188,24 +185,12 @@ class Worker:
         except Exception:  # the boundary of teardown: whatever breaks there, the sockets still close
             logger.exception("worker %s: teardown failed", self.name)
         reason = self._end.result() if self._end.done() else "failed"
-        with contextlib.suppress(zmq.ZMQError):
-            self._control.send([encode(Goodbye(reason))])
+        self._control.send([encode(Goodbye(reason))])
         self._control.close(linger_ms=500)
         self._data.close(linger_ms=0)
-        context.term()
+        self._dialer.close()
 
     # --- messages -------------------------------------------------------------------------------------
-
-    def _dial(self, context: zmq.Context[zmq.Socket[bytes]], kind: str, on_message: object) -> Channel:
-        socket = context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.IDENTITY, f"{kind}:{self.name}".encode())
-        socket.curve_serverkey = self.peer.server_public.encode()
-        socket.curve_publickey = self.peer.client_public.encode()
-        socket.curve_secretkey = self.peer.client_secret.encode()
-        channel = Channel(socket, on_message)  # type: ignore[arg-type]
-        socket.connect(self.peer.address)
-        channel.start()
-        return channel
 
     def _on_control(self, frames: list[bytes]) -> None:
         self._receive(frames, self._control)
@@ -213,7 +198,7 @@ class Worker:
     def _on_data(self, frames: list[bytes]) -> None:
         self._receive(frames, self._data)
 
-    def _receive(self, frames: list[bytes], channel: Channel) -> None:
+    def _receive(self, frames: list[bytes], channel: Connection) -> None:
         try:
             message = decode_to_worker(frames[0])
         except msgspec.DecodeError:
@@ -239,7 +224,7 @@ class Worker:
             case _:
                 self._start(message, frames[1:], channel)
 
-    def _start(self, message: ToWorker, payload: list[bytes], channel: Channel) -> None:
+    def _start(self, message: ToWorker, payload: list[bytes], channel: Connection) -> None:
         seq = getattr(message, "seq", None)
         task = asyncio.get_running_loop().create_task(self._answer(message, payload, channel, seq))
         if seq is None:
@@ -251,13 +236,13 @@ class Worker:
             task.add_done_callback(lambda _: self._tasks.pop(seq))
             task.add_done_callback(lambda done: self._never_begun(done, seq, channel))
 
-    def _never_begun(self, task: asyncio.Task[None], seq: int, channel: Channel) -> None:
+    def _never_begun(self, task: asyncio.Task[None], seq: int, channel: Connection) -> None:
         if task.cancelled() and not self._closed:
             answer = Failure(seq, FailureKind.CANCELLED, "cancelled by the controller before it began")
             channel.send([encode(answer)])
 
     async def _answer(
-        self, message: ToWorker, payload: list[bytes], channel: Channel, seq: int | None
+        self, message: ToWorker, payload: list[bytes], channel: Connection, seq: int | None
     ) -> None:
         answer: Message | None
         try:

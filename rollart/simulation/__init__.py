@@ -1,0 +1,1 @@
+"""The shipping controller in virtual time, beside simulated workers that speak the real protocol."""
