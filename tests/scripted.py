@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -50,7 +52,7 @@ from rollart.protocol import (
     Updated,
     VersionRun,
 )
-from rollart.random_model import write_model_folder
+from rollart.random_model import vocabulary_size, write_model_folder
 from rollart.workers.dialer import Dialer, ZmqDialer
 from rollart.workers.worker import Deterministic, Worker
 
@@ -276,8 +278,8 @@ class ScriptedRun:
         assert config.model.random is not None
         write_model_folder(config.model.random, self.folder.model)
         self.output = io.StringIO()
-        transport = ZmqTransport()
-        transport.peer_file.write(self.folder.key_file)
+        self.transport = ZmqTransport()
+        self.transport.peer_file.write(self.folder.key_file)
         self.launcher: ScriptedLauncher
 
         def launch(on_exit: Callable[[WorkerExit], None]) -> ScriptedLauncher:
@@ -285,8 +287,18 @@ class ScriptedRun:
             return self.launcher
 
         self.controller = Controller(
-            config, self.folder, transport, launch=launch, progress=Progress(self.output, config.steps)
+            config,
+            self.folder,
+            transport,
+            launch=launch,
+            progress=Progress(self.output, config.steps),
+            vocabulary_size=vocabulary_size(self.folder.model),
         )
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The metrics file, as far as it is written."""
+        return [json.loads(line) for line in self.folder.metrics.read_text().splitlines()]
 
     @property
     def events(self) -> list[Event]:

@@ -19,7 +19,7 @@ EVENTS: list[events.Event] = [
 
 
 def written(path: Path) -> Path:
-    log = EventLog(path)
+    log = EventLog(path.open("xb"))
     for event in EVENTS:
         log.write(event)
     log.close()

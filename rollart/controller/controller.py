@@ -27,7 +27,7 @@ from rollart.controller.progress import Progress
 from rollart.controller.resource_manager import ResourceManager
 from rollart.controller.rollout import Rollout
 from rollart.controller.run_context import RunContext
-from rollart.controller.run_folder import RunFolder
+from rollart.controller.run_folder import RunOutput
 from rollart.controller.staleness import Bound, Versions
 from rollart.controller.switchboard import Link, LinkState, Switchboard
 from rollart.controller.training_loop import TrainingLoop
@@ -37,7 +37,6 @@ from rollart.controller.weight_sync import WeightSync, canary_prompt
 from rollart.errors import RunError
 from rollart.launch.local import Placement, WorkerExit
 from rollart.protocol import Role, Welcome
-from rollart.random_model import vocabulary_size
 
 __all__ = ["Controller", "Launcher", "Outcome"]
 
@@ -81,20 +80,25 @@ class Controller:
     def __init__(
         self,
         config: Config,
-        folder: RunFolder,
+        folder: RunOutput,
         transport: Transport,
         *,
         launch: Callable[[Callable[[WorkerExit], None]], Launcher],
         progress: Progress,
+        vocabulary_size: int,
+        unix_time: Callable[[], float] = time.time,
     ) -> None:
-        """``folder`` is created; ``launch(on_exit)`` makes the launcher of the workers."""
+        """``folder`` is created; ``launch(on_exit)`` makes the launcher of the workers; ``vocabulary_size``
+        is the model's."""
         self.config = config
         self.folder = folder
         self.model_dir = Path(config.model.path).absolute() if config.model.path else folder.model
         self._transport = transport
         self._launch = launch
         self._progress = progress
-        self.events = events.EventLog(folder.events)
+        self._vocabulary_size = vocabulary_size
+        self._unix_time = unix_time
+        self.events = events.EventLog(folder.open_events())
         self.versions = Versions()
         self.loop: TrainingLoop | None = None
         self._end: asyncio.Future[Outcome]
@@ -152,7 +156,7 @@ class Controller:
         self._end = loop.create_future()
         self._joined = asyncio.Event()
         self._context = RunContext(write=self.events.write, bug=self.fail)
-        self.metrics = Metrics(self._context.clock)
+        self.metrics = Metrics(self._context.clock, refusals=self._refusals)
         self.events.listen(self.metrics.listen)
         self._launcher = self._launch(self._on_exit)
         bound = Bound(config.rollout.staleness_bound, config.rollout.update_at)
@@ -175,7 +179,7 @@ class Controller:
             self.switchboard,
             self.proxy,
             self.versions,
-            canary=canary_prompt(vocabulary_size(self.model_dir), config.inference.max_model_len),
+            canary=canary_prompt(self._vocabulary_size, config.inference.max_model_len),
             run=self._context,
             on_serving=self.rollout.review,
         )
@@ -183,7 +187,7 @@ class Controller:
         self.events.write(
             events.Started(
                 0.0,
-                time.time(),
+                self._unix_time(),
                 __version__,
                 config.name,
                 bound.alpha,
@@ -340,6 +344,15 @@ class Controller:
         self.folder.clean()
 
     # --- for people -----------------------------------------------------------------------------------
+
+    def _refusals(self) -> dict[str, int]:
+        return {
+            "late_answers": self.switchboard.late_answers,
+            "refused_answers": self.proxy.refused_answers,
+            "refused_frames": self.switchboard.refused_frames,
+            "refused_frames_at_workers": self.switchboard.refused_frames_at_workers,
+            "refused_peers": self._transport.refused_peers,
+        }
 
     @property
     def status(self) -> str:

@@ -209,9 +209,9 @@ _decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
 class EventLog:
     """Writes events to a file, and to everyone who listens."""
 
-    def __init__(self, path: Path | None) -> None:
-        """``path`` must not exist yet; ``None`` keeps the events from any file."""
-        self._file: BinaryIO | None = path.open("xb") if path else None
+    def __init__(self, file: BinaryIO) -> None:
+        """``file`` is closed by ``close``."""
+        self._file: BinaryIO | None = file
         self._pending = bytearray(HEADER)
         self._listeners: list[Callable[[Event], None]] = []
 

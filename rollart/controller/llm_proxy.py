@@ -62,6 +62,7 @@ class LLMProxy:
         """``lowest_version()`` is what the staleness bound still admits."""
         self.engines: dict[str, Engine] = {}
         self.refused_answers = 0
+        """Answers that could not be true."""
         self._switchboard = switchboard
         self._inference = config.inference
         self._sampling = config.sampling

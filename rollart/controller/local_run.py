@@ -7,6 +7,7 @@ import contextlib
 import logging
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TextIO
 
 from rollart.config import Config
@@ -15,7 +16,7 @@ from rollart.controller.progress import Progress
 from rollart.controller.run_folder import RunFolder
 from rollart.controller.transport import ZmqTransport
 from rollart.launch.local import LocalLauncher, WorkerExit
-from rollart.random_model import write_model_folder
+from rollart.random_model import vocabulary_size, write_model_folder
 
 __all__ = ["run_locally"]
 
@@ -33,7 +34,14 @@ async def run_locally(config: Config, folder: RunFolder, *, stream: TextIO) -> O
         transport.peer_file.write(folder.key_file)
         with _logging_to(folder):
             controller = Controller(
-                config, folder, transport, launch=_launch_in(folder), progress=Progress(stream, config.steps)
+                config,
+                folder,
+                transport,
+                launch=_launch_in(folder),
+                progress=Progress(stream, config.steps),
+                vocabulary_size=vocabulary_size(
+                    Path(config.model.path) if config.model.path else folder.model
+                ),
             )
             with _signals(controller.interrupt):
                 return await controller.run()

@@ -6,8 +6,7 @@ Counts are of the time since the step before; a distribution is given as mean an
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import TextIO
 
 import msgspec
@@ -27,10 +26,13 @@ Row = dict[str, float | int | str | None]
 class Metrics:
     """Counters over the current step, and the live trajectories by state."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], *, refusals: Callable[[], Mapping[str, int]]) -> None:
+        """``refusals()`` is what was refused since the run began, by name."""
         self.live: Counter[str] = Counter()
         """Trajectories in each state that is no end, of training and evaluation."""
         self._clock = clock
+        self._refusals = refusals
+        self._told: Counter[str] = Counter()
         self._step: Counter[str] = Counter()
         self._swaps: list[events.Swapped] = []
         self._started = clock()
@@ -92,6 +94,12 @@ class Metrics:
             row["canary_gap_max"] = max(s.canary_gap for s in swaps)
         return row
 
+    def take_refusals(self) -> Row:
+        """What was refused since the last call, if anything was."""
+        totals = Counter(self._refusals())
+        new, self._told = totals - self._told, totals
+        return dict(new)
+
 
 def trained_runs(trajectory: Trajectory, mixed: MixedVersions) -> list[VersionRun]:
     """Runs over the sampled tokens that have a weight in the loss."""
@@ -129,8 +137,9 @@ def _succeeded(trajectory: Trajectory) -> float:
 class MetricsFile:
     """``metrics.jsonl``: one JSON object a step."""
 
-    def __init__(self, path: Path) -> None:
-        self._file: TextIO = path.open("x")
+    def __init__(self, file: TextIO) -> None:
+        """``file`` is closed by ``close``."""
+        self._file = file
 
     def write(self, row: Row) -> None:
         """Append ``row``; it is in the file when this returns."""

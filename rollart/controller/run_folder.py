@@ -14,6 +14,7 @@ import shutil
 import tempfile
 import time
 from pathlib import Path
+from typing import BinaryIO, Protocol, TextIO
 
 import msgspec
 import yaml
@@ -21,12 +22,35 @@ import yaml
 from rollart.config import Config
 from rollart.errors import ConfigError
 
-__all__ = ["RunFolder"]
+__all__ = ["RunFolder", "RunOutput"]
 
 SHARED_MEMORY = Path("/dev/shm")
 STORE_PREFIX = "rollart-"
 YOUNG_S = 60.0
 """A store that is younger may not be locked yet."""
+
+
+class RunOutput(Protocol):
+    """Where a run leaves what it makes; a simulated run's is no folder.
+
+    The paths are told to people and to workers, who write there.
+    """
+
+    path: Path
+    model: Path
+    weights: Path
+    checkpoints: Path
+    logs: Path
+    store: Path | None
+
+    def open_events(self) -> BinaryIO:
+        """The event stream, new."""
+
+    def open_metrics(self) -> TextIO:
+        """The metrics, new."""
+
+    def clean(self) -> None:
+        """The run is over: remove what only a running run needs."""
 
 
 class RunFolder:
@@ -77,6 +101,14 @@ class RunFolder:
         """Remove all but the newest ``count`` checkpoints."""
         for path in sorted(self.checkpoints.glob("step-*"))[:-count]:
             shutil.rmtree(path, ignore_errors=True)
+
+    def open_events(self) -> BinaryIO:
+        """The event stream's file, which must not exist yet."""
+        return self.events.open("xb")
+
+    def open_metrics(self) -> TextIO:
+        """The metrics' file, which must not exist yet."""
+        return self.metrics.open("x")
 
     def clean(self) -> None:
         """Remove what only a running run needs."""

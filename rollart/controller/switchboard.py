@@ -126,7 +126,11 @@ class Switchboard:
         """``on_change(link, reason)`` hears each change of a link's state."""
         self.links: dict[str, Link] = {}
         self.refused_frames = 0
+        """Frames from workers that did not decode."""
+        self.refused_frames_at_workers = 0
+        """Frames to workers that did not decode, by the workers' own count."""
         self.late_answers = 0
+        """Answers to calls that had ended without them."""
         self._transport = transport
         self._welcome = welcome
         self._run = run
@@ -275,6 +279,7 @@ class Switchboard:
             case Attach():
                 self._welcome_ready(link)
             case Beat():
+                self.refused_frames_at_workers += message.refused_frames - link.beat.refused_frames
                 link.beat = message
             case Ready():
                 link.ready = message

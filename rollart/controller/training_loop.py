@@ -17,7 +17,7 @@ from rollart.controller.metrics import Metrics, MetricsFile, Row, batch_metrics,
 from rollart.controller.progress import Progress
 from rollart.controller.rollout import Rollout
 from rollart.controller.run_context import RunContext
-from rollart.controller.run_folder import RunFolder
+from rollart.controller.run_folder import RunOutput
 from rollart.controller.sample_buffer import Group
 from rollart.controller.staleness import Bound, Versions
 from rollart.controller.switchboard import CallError, Link, Switchboard
@@ -48,7 +48,7 @@ class TrainingLoop:
     def __init__(
         self,
         config: Config,
-        folder: RunFolder,
+        folder: RunOutput,
         switchboard: Switchboard,
         rollout: Rollout,
         sync: WeightSync,
@@ -71,7 +71,7 @@ class TrainingLoop:
         self._run = run
         self._metrics = metrics
         self._progress = progress
-        self._file = MetricsFile(folder.metrics)
+        self._file = MetricsFile(folder.open_metrics())
         self._publishing: asyncio.Task[None] | None = None
         self._skipped_in_a_row = 0
         self._step = 0
@@ -137,6 +137,7 @@ class TrainingLoop:
             train_step_seconds=round(clock() - ready, 4),
         )
         row.update(self._metrics.take_step())
+        row.update(self._metrics.take_refusals())
         return row
 
     def _ship(self, groups: list[Group], row: Row) -> None:

@@ -30,6 +30,9 @@ class Unreachable(Exception):
 class Transport(Protocol):
     """Moves frames; knows nothing of their meaning."""
 
+    refused_peers: int
+    """Handshakes refused for a wrong key, since the start."""
+
     def start(self, on_frames: OnFrames) -> None:
         """Begin to receive on the running loop."""
 
@@ -49,7 +52,6 @@ class ZmqTransport:
     def __init__(self, *, bind: str = "tcp://127.0.0.1:*") -> None:
         """Bind at once, to a port that the system picks unless ``bind`` names one."""
         self.refused_peers = 0
-        """Handshakes refused for a wrong key."""
         self._context = zmq.Context()
         self._server_public, self._server_secret = zmq.curve_keypair()
         self._client_public, self._client_secret = zmq.curve_keypair()

@@ -54,7 +54,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return self._now
 
     def call_soon(
-        self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
         """Run ``callback`` at the present time, after what is ready already."""
         self._check_open()
@@ -65,7 +65,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def call_later(
         self,
         delay: float,
-        callback: Callable[[Unpack[Ts]], object],
+        callback: Callable[[*Ts], object],
         *args: *Ts,
         context: Context | None = None,
     ) -> asyncio.TimerHandle:
@@ -75,7 +75,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def call_at(
         self,
         when: float,
-        callback: Callable[[Unpack[Ts]], object],
+        callback: Callable[[*Ts], object],
         *args: *Ts,
         context: Context | None = None,
     ) -> asyncio.TimerHandle:
