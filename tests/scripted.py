@@ -289,7 +289,7 @@ class ScriptedRun:
         self.controller = Controller(
             config,
             self.folder,
-            transport,
+            self.transport,
             launch=launch,
             progress=Progress(self.output, config.steps),
             vocabulary_size=vocabulary_size(self.folder.model),

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 
 import pytest
+import zmq
 
 from rollart.controller import events
 from rollart.controller.controller import Outcome
 from rollart.errors import RunError
-from rollart.protocol import VersionRun
+from rollart.protocol import Close, Done, VersionRun, encode
 from rollart.workers.worker import Deterministic
 from tests.scripted import Script, ScriptedRun, config_of
 
@@ -42,7 +42,7 @@ async def test_a_run_keeps_the_invariants(tmp_path: Path, rollout: dict[str, obj
     run = ScriptedRun(config, script, tmp_path / "run")
     assert await run.controller.run() is Outcome.SUCCESS
     assert run.violations == []
-    rows = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
+    rows = run.rows
     assert [row["step"] for row in rows] == list(range(12))
     alpha = config.rollout.staleness_bound
     assert all(row["staleness_max"] <= alpha for row in rows)
@@ -228,7 +228,7 @@ async def test_redundant_members_are_aborted_at_the_engine(tmp_path: Path) -> No
     run = ScriptedRun(config, script, tmp_path / "run")
     assert await asyncio.wait_for(run.controller.run(), 4) is Outcome.SUCCESS
     assert script.aborted >= 1
-    rows = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
+    rows = run.rows
     assert sum(row["members_cut"] for row in rows) >= 2
 
 
@@ -286,6 +286,8 @@ async def test_an_answer_that_cannot_be_true_is_not_trained_on(tmp_path: Path) -
     worker.generate = lie  # type: ignore[attr-defined]
     assert await task is Outcome.SUCCESS
     assert run.controller.proxy.refused_answers == 3
+    assert run.rows[0]["refused_answers"] == 3
+    assert not any("refused_answers" in row for row in run.rows[1:])
     assert run.violations == []
 
 
@@ -322,3 +324,41 @@ async def test_the_status_says_what_is_waited_for(tmp_path: Path) -> None:
     controller.proxy.open(engine, engine.version)
     await reads("get_batch: 0 of 2 groups complete")
     assert await task is Outcome.SUCCESS
+
+
+async def test_what_is_refused_is_in_the_metrics(tmp_path: Path) -> None:
+    """In the first object all of it since the run began, the start included; then what is new."""
+    script = Script()
+    run = ScriptedRun(config_of(steps=4), script, tmp_path / "run")
+    controller, transport = run.controller, run.transport
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    stranger.curve_serverkey = transport.peer_file.server_public.encode()
+    stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
+    stranger.connect(transport.address)
+    task = asyncio.create_task(controller.run())
+    async with asyncio.timeout(20):
+        while not transport.refused_peers:
+            await asyncio.sleep(0.001)
+        stranger.close(linger=0)
+        context.term()
+        while not script.batches:
+            await asyncio.sleep(0)
+        await run.launcher.workers["trainer-0"].one_at_a_time.acquire()  # the second step waits meanwhile
+        while not run.rows:
+            await asyncio.sleep(0.001)
+        worker = run.launcher.workers["environment-0"]
+        transport.send(b"control:environment-0", [b"no message"])
+        for frame in (encode(Done(10**9)), encode(Close("not for a controller")), b"no message"):
+            worker._control.send([frame])
+        while (
+            not controller.switchboard.refused_frames_at_workers or controller.switchboard.refused_frames < 2
+        ):
+            await asyncio.sleep(0.001)
+        run.launcher.workers["trainer-0"].one_at_a_time.release()
+        assert await task is Outcome.SUCCESS
+    keys = ("refused_peers", "refused_frames", "refused_frames_at_workers", "late_answers")
+    told = [{key: row[key] for key in keys if key in row} for row in run.rows]
+    assert list(told[0]) == ["refused_peers"]
+    assert told[1] == {"refused_frames": 2, "refused_frames_at_workers": 1, "late_answers": 1}
+    assert told[2:] == [{}, {}]
