@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import zmq
 from rollart.controller import events
 from rollart.controller.controller import Outcome
 from rollart.errors import RunError
-from rollart.protocol import Close, Done, VersionRun, encode
+from rollart.protocol import Close, Done, Step, VersionRun, encode
 from rollart.workers.worker import Deterministic
 from tests.scripted import Script, ScriptedRun, config_of
 
@@ -362,3 +364,45 @@ async def test_what_is_refused_is_in_the_metrics(tmp_path: Path) -> None:
     assert list(told[0]) == ["refused_peers"]
     assert told[1] == {"refused_frames": 2, "refused_frames_at_workers": 1, "late_answers": 1}
     assert told[2:] == [{}, {}]
+
+
+async def test_what_is_discarded_is_told_by_task_and_length(tmp_path: Path) -> None:
+    """Short has 1 turn and Long 3; some of Long fail in their second."""
+    script = Script()
+    script.turns = lambda seed: 9
+    steps: Counter[str] = Counter()
+    fates = itertools.cycle([None, None, Deterministic("no such command")])
+
+    def fail_step(step: Step) -> Exception | None:
+        steps[step.session] += 1
+        return next(fates) if steps[step.session] == 2 else None
+
+    script.fail_step = fail_step
+    environment = "tests.scripted:Nothing"
+    tasks = [{"name": n, "environment": environment, "max_turns": m} for n, m in (("Short", 1), ("Long", 3))]
+    # The evaluation's episodes end too, and are none of these.
+    config = config_of(tasks=tasks, steps=6, rollout={"redundant_members": 1}, evaluation={"episodes": 4})
+    run = ScriptedRun(config, script, tmp_path / "run")
+    assert await run.controller.run() is Outcome.SUCCESS
+
+    task_of = {
+        e.trajectory: e.task for e in run.events if isinstance(e, events.Dispatched) and e.kind == "train"
+    }
+    turns: dict[str, list[int]] = {}
+    for move in run.events:
+        # What the end of the run aborts comes after the last object.
+        if isinstance(move, events.Moved) and move.trajectory in task_of and move.reason != "shutdown":
+            end = {"consumed": "consumed", "aborted": "discarded", "failed": "discarded"}.get(move.after)
+            if end:
+                turns.setdefault(f"task/{task_of[move.trajectory]}/{end}", []).append(move.turns)
+    assert set(turns) == {f"task/{t}/{e}" for t in ("Short", "Long") for e in ("consumed", "discarded")}
+    assert turns["task/Short/consumed"] == [1] * len(turns["task/Short/consumed"])
+    assert turns["task/Long/consumed"] == [3] * len(turns["task/Long/consumed"])
+    assert 2 in turns["task/Long/discarded"]
+    for key, ended in turns.items():
+        told = [(row[key], row[f"{key}_turns_mean"]) for row in run.rows if key in row]
+        assert sum(count for count, _ in told) == len(ended)
+        assert sum(count * mean for count, mean in told) == pytest.approx(sum(ended), abs=0.01)
+    assert {key for row in run.rows for key in row if key.startswith("task/")} == {
+        *turns, *(f"{key}_turns_mean" for key in turns)
+    }  # fmt: skip

@@ -34,6 +34,8 @@ class Metrics:
         self._refusals = refusals
         self._told: Counter[str] = Counter()
         self._step: Counter[str] = Counter()
+        self._turns: Counter[str] = Counter()
+        """Of the trajectories that ended, by the name of their count in ``_step``."""
         self._swaps: list[events.Swapped] = []
         self._started = clock()
 
@@ -56,6 +58,13 @@ class Metrics:
             self._step[end] += 1
             if state is not State.CONSUMED:
                 self._step["tokens_discarded"] += trajectory.sampled
+            self._count_for_task(trajectory, "consumed" if state is State.CONSUMED else "discarded")
+
+    def _count_for_task(self, trajectory: Trajectory, end: str) -> None:
+        """Discarding by length would bias the batches: the turns of what is consumed and what is not are told."""
+        name = f"task/{trajectory.task}/{end}"
+        self._step[name] += 1
+        self._turns[name] += trajectory.turns
 
     def listen(self, event: events.Event) -> None:
         """An event of the stream."""
@@ -79,8 +88,8 @@ class Metrics:
         """The counts since the last call, with rates; a new step begins."""
         now = self._clock()
         seconds = max(now - self._started, 1e-9)
-        step, swaps = self._step, self._swaps
-        self._step, self._swaps, self._started = Counter(), [], now
+        step, turns, swaps = self._step, self._turns, self._swaps
+        self._step, self._turns, self._swaps, self._started = Counter(), Counter(), [], now
         row: Row = {
             "step_seconds": round(seconds, 4),
             "tokens_per_second": round(step["tokens_sampled"] / seconds, 1),
@@ -88,6 +97,7 @@ class Metrics:
             "generations_spanning_updates": step["generations_spanning_updates"],
         }
         row.update((name, step[name]) for name in sorted(step) if name not in row)
+        row.update((f"{name}_turns_mean", round(turns[name] / step[name], 4)) for name in sorted(turns))
         if swaps:
             row["weight_pull_seconds"] = round(max(s.pull_s for s in swaps), 4)
             row["weight_pause_seconds"] = round(max(s.suspend_s + s.update_s + s.resume_s for s in swaps), 4)
