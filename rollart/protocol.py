@@ -388,10 +388,15 @@ class Collect(Message):
 
 
 class SaveCheckpoint(Message):
-    """Write a checkpoint into ``path``, atomically.  Answer: ``Done``."""
+    """Write a checkpoint into ``path``, atomically; when it is durably there, remove the oldest ones beside it.
+
+    The names of checkpoints in a folder sort by age.  Answer: ``Done``.
+    """
 
     seq: int
     path: str
+    keep: int
+    """Of those up to this one, so many stay; newer ones are left alone."""
 
 
 class Export(Message):

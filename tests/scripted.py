@@ -93,6 +93,8 @@ class Script:
         self.skip: Callable[[int], str] = lambda step: ""
         self.places = 1000
         self.batches: list[list[TrainGroup]] = []
+        self.saved: list[tuple[str, int]] = []
+        """Checkpoints: the name, and how many shall stay."""
         self.generated = 0
         self.aborted = 0
 
@@ -193,8 +195,9 @@ class ScriptedTrainer(Worker):
                 return Published(seq, version, f"v{version}", scores, 8, 0.0)
             case Collect(seq=seq) | Export(seq=seq):
                 return Done(seq)
-            case SaveCheckpoint(seq=seq, path=path):
+            case SaveCheckpoint(seq=seq, path=path, keep=keep):
                 Path(path).mkdir()
+                self.script.saved.append((Path(path).name, keep))
                 return Done(seq)
         raise Deterministic(f"unknown request {message}")
 

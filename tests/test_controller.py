@@ -406,3 +406,12 @@ async def test_what_is_discarded_is_told_by_task_and_length(tmp_path: Path) -> N
     assert {key for row in run.rows for key in row if key.startswith("task/")} == {
         *turns, *(f"{key}_turns_mean" for key in turns)
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("keep", [None, 5])
+async def test_checkpoints_are_written_and_cleared_by_the_trainer(tmp_path: Path, keep: int | None) -> None:
+    script = Script()
+    trainer = {"checkpoint_every": 2, "keep_checkpoints": keep}
+    run = ScriptedRun(config_of(steps=5, trainer=trainer), script, tmp_path / "run")
+    assert await run.controller.run() is Outcome.SUCCESS
+    assert script.saved == [(f"step-{step:06}", keep or 2) for step in (2, 4, 5)]

@@ -19,7 +19,7 @@ from rollart.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
 from rollart.protocol import VersionRun, encode
 from rollart.workers.megatron.architecture import Architecture, UnsupportedModel
 from rollart.workers.megatron.batch import Refusal
-from rollart.workers.megatron.checkpoint import CheckpointError
+from rollart.workers.megatron.checkpoint import CheckpointError, remove_older
 from rollart.workers.megatron.core import StepResult, Trainer
 from tests.trainer_case import (
     ALLOWED,
@@ -550,6 +550,19 @@ def test_a_checkpoint_is_never_overwritten_by_another(make: Make, folder: Path, 
     step(trainer, make_groups(reference_model(folder), make_config()))
     with pytest.raises(FileExistsError, match="there already"):
         trainer.save_checkpoint(tmp_path / "checkpoint")
+
+
+def test_older_checkpoints_go_and_nothing_else_does(tmp_path: Path) -> None:
+    for name in ("step-999998", "step-999999", "step-1000000", "step-1000001", "step-1000002"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rollart.json").touch()
+    (tmp_path / "step-000001").mkdir()
+    (tmp_path / ".step-000007.removed" / "cut off").mkdir(parents=True)
+    remove_older(tmp_path / "step-1000001", 2)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"step-000001", "step-1000000", "step-1000001", "step-1000002"}
+    remove_older(tmp_path / "step-1000001", 9)
+    assert left == {path.name for path in tmp_path.iterdir()}
 
 
 def test_what_is_no_checkpoint_of_the_model_is_refused(

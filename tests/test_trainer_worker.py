@@ -173,8 +173,12 @@ def test_train_publish_checkpoint_export_and_collect(controller: Controller, mod
     assert controller.ask(Done, Collect(9, 1)) == Done(9)
     assert [each.name for each in (folder / "store").iterdir()] == ["v1"]
     for seq in (10, 11):
-        assert controller.ask(Done, SaveCheckpoint(seq, str(folder / "checkpoint"))) == Done(seq)
+        assert controller.ask(Done, SaveCheckpoint(seq, str(folder / "checkpoint"), 1)) == Done(seq)
     assert (folder / "checkpoint" / "rollart.json").is_file()
+    for seq in (20, 21, 22):
+        path = folder / "checkpoints" / f"step-{seq:06}"
+        assert controller.ask(Done, SaveCheckpoint(seq, str(path), 2)) == Done(seq)
+    assert sorted(each.name for each in path.parent.iterdir()) == ["step-000021", "step-000022"]
     assert controller.ask(Failure, Export(12, str(folder / "export"))).kind is FailureKind.DETERMINISTIC
     assert controller.beats
 

@@ -97,11 +97,6 @@ class RunFolder:
         self.store = _make_store(self.path)
         self._store_lock = _lock(self.store)
 
-    def keep_checkpoints(self, count: int) -> None:
-        """Remove all but the newest ``count`` checkpoints."""
-        for path in sorted(self.checkpoints.glob("step-*"))[:-count]:
-            shutil.rmtree(path, ignore_errors=True)
-
     def open_events(self) -> BinaryIO:
         """The event stream's file, which must not exist yet."""
         return self.events.open("xb")

@@ -242,10 +242,10 @@ class TrainingLoop:
             raise
 
     async def save(self) -> None:
-        """Write a checkpoint and let go of the oldest."""
+        """Have the trainer write a checkpoint and let go of the oldest."""
         path = self._folder.checkpoints / f"step-{self._step:06}"
-        await self._call(SaveCheckpoint(self._switchboard.next_seq(), str(path)), Done)
-        self._folder.keep_checkpoints(self._config.trainer.keep_checkpoints or KEEP_CHECKPOINTS)
+        keep = self._config.trainer.keep_checkpoints or KEEP_CHECKPOINTS
+        await self._call(SaveCheckpoint(self._switchboard.next_seq(), str(path), keep), Done)
 
     async def salvage(self, timeout_s: float) -> str:
         """Of an interrupted run, save what the trainer can save so quickly; what came of it, in a sentence."""

@@ -85,8 +85,8 @@ class TrainerWorker(Worker):
                 self._published = {key: value for key, value in self._published.items() if key >= below}
                 await self._in_store_thread(lambda: self._store.collect(below))
                 return Done(seq)
-            case SaveCheckpoint(seq=seq, path=path):
-                await self._compute(lambda: self._trainer.save_checkpoint(Path(path)))
+            case SaveCheckpoint(seq=seq, path=path, keep=keep):
+                await self._compute(lambda: self._trainer.save_checkpoint(Path(path), keep=keep))
                 return Done(seq)
             case Export(seq=seq, path=path):
                 await self._compute(lambda: self._trainer.export(Path(path)))

@@ -7,7 +7,10 @@ one to collect their answers, which lives on; here the same functions run in the
 from __future__ import annotations
 
 import json
+import logging
+import os
 import queue
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +27,13 @@ from rollart.workers.megatron.folder import appearing
 from rollart.workers.megatron.model import LanguageModel
 from rollart.workers.megatron.optimizer import Optimizer
 
-__all__ = ["FORMAT", "CheckpointError", "Record", "load", "save"]
+__all__ = ["FORMAT", "CheckpointError", "Record", "load", "read_record", "remove_older", "save"]
+
+logger = logging.getLogger(__name__)
 
 FORMAT = 1
 RECORD = "rollart.json"
+REMOVED = ".removed"
 _METADATA: dict[str, Any] = {"singleton_local_shards": False}
 
 
@@ -49,12 +55,47 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def save(
     path: Path, model: LanguageModel, optimizer: Optimizer, version: int, last_step: msgspec.Struct | None
 ) -> None:
-    """Write a checkpoint as the folder ``path``; ``FileExistsError`` when it is there already."""
+    """Write a checkpoint as the folder ``path``, durably; ``FileExistsError`` when it is there already."""
     told = msgspec.to_builtins(last_step) if last_step is not None else None
     record = Record(FORMAT, version, str(model.architecture), told)
     with appearing(path) as folder:
         _write(_state(model, optimizer, is_loading=False), folder)
         (folder / RECORD).write_bytes(msgspec.json.format(msgspec.json.encode(record)) + b"\n")
+        for part in (*folder.rglob("*"), folder):
+            _sync(part)
+    _sync(path.parent)
+
+
+def remove_older(path: Path, keep: int) -> None:
+    """Of the checkpoints beside ``path`` whose names are lower, leave the newest ``keep - 1``.
+
+    What can't be removed is logged and left: the checkpoint that was just written counts for more.
+    """
+    older = sorted(
+        (each for each in path.parent.iterdir() if _age(each) < _age(path) and (each / RECORD).is_file()),
+        key=_age,
+    )
+    try:
+        for rest in path.parent.glob(f".*{REMOVED}"):
+            shutil.rmtree(rest)
+        for each in older[: max(0, len(older) - keep + 1)]:
+            # Renamed first: a removal that is cut off leaves nothing that looks like a checkpoint.
+            shutil.rmtree(each.rename(each.with_name(f".{each.name}{REMOVED}")))
+    except OSError as error:
+        logger.warning("checkpoints older than %s could not be removed: %s", path, error)
+
+
+def _age(path: Path) -> tuple[int, str]:
+    """Sorts names that end in a number, also one that has outgrown its zeros."""
+    return len(path.name), path.name
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def read_record(path: Path) -> Record:

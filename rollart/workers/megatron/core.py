@@ -328,17 +328,23 @@ class Trainer:
 
     # --- checkpoints ----------------------------------------------------------------------------------
 
-    def save_checkpoint(self, path: Path) -> None:
+    def save_checkpoint(self, path: Path, *, keep: int | None = None) -> None:
         """Write everything that training goes on from; again for the same state, it is left as it is.
 
-        ``FileExistsError`` when ``path`` is there and holds anything else.
+        ``FileExistsError`` when ``path`` is there and holds anything else.  With ``keep``, only so many of
+        the checkpoints beside it stay, this one and the newest of the older ones.
         """
         self.optimizer.require_whole()
-        if (path / checkpoint.RECORD).is_file():
-            record = checkpoint.read_record(path)
-            if record.version == self.version and record.last_step == msgspec.to_builtins(self.last_step):
-                return
-        checkpoint.save(path, self.model, self.optimizer, self.version, self.last_step)
+        if not self._is_saved(path):
+            checkpoint.save(path, self.model, self.optimizer, self.version, self.last_step)
+        if keep is not None:
+            checkpoint.remove_older(path, keep)
+
+    def _is_saved(self, path: Path) -> bool:
+        if not (path / checkpoint.RECORD).is_file():
+            return False
+        record = checkpoint.read_record(path)
+        return record.version == self.version and record.last_step == msgspec.to_builtins(self.last_step)
 
     def load_checkpoint(self, path: Path) -> None:
         """Go on from a checkpoint; ``CheckpointError`` when it can't be used, and then nothing is changed."""
