@@ -243,3 +243,19 @@ def test_shutdown_ends_a_worker_process_at_once_and_whole(
     assert list((tmp_path / "store").iterdir()) == []
     log = (tmp_path / "log").read_text()
     assert "Traceback" not in log, log
+
+
+def test_an_idle_worker_whose_engine_dies_fails_with_the_reason(
+    tmp_path: Path, controller: Controller, worker_process: psutil.Popen
+) -> None:
+    welcome(controller, tmp_path)
+    members = worker_process.children(recursive=True)
+    worker_process.family.extend(members)
+    (engine,) = [each for each in members if "EngineCore" in " ".join([each.name(), *each.cmdline()])]
+    engine.send_signal(signal.SIGKILL)
+    assert controller.receive(Goodbye, timeout_s=5).reason == "the engine's process died (exit code -9)"
+    assert worker_process.wait(10) == 1
+    assert _engines(set(members)) == []
+    assert list((tmp_path / "store").iterdir()) == []
+    log = (tmp_path / "log").read_text()
+    assert "worker engine fails: the engine's process died (exit code -9)" in log

@@ -41,6 +41,8 @@ __all__ = ["InferenceWorker"]
 
 logger = logging.getLogger(__name__)
 
+WATCH_EVERY_S = 0.5
+
 
 class Phase(enum.Enum):
     """What the worker may do."""
@@ -65,6 +67,7 @@ class InferenceWorker(Worker):
     """What the engine serves, by its own word."""
     phase: Phase = Phase.SERVING
     _starting: asyncio.Future[VllmEngine] | None = None
+    _watching: asyncio.Future[None] | None = None
 
     async def setup(self) -> Ready:
         """Start the engine, with random weights, and open the store."""
@@ -83,6 +86,7 @@ class InferenceWorker(Worker):
             )
         )
         self.engine = await self._starting
+        self._watching = asyncio.ensure_future(self._watch(self.engine))
         facts = {
             "engine": f"vllm {_vllm_version()} on {'CPU' if self.engine.on_cpu else 'GPU'}",
             "engine_start_s": f"{self.engine.start_s:.1f}",
@@ -111,8 +115,8 @@ class InferenceWorker(Worker):
                     await self._resume(self.engine)
                     return Done(seq)
         except Exception:
-            if self.engine.dead:
-                self.end("the engine's process died")
+            if self.engine.death:  # sooner than the watch, and before the controller tries the request again
+                self.fail(self.engine.death)
             raise
         raise Deterministic(f"an inference worker does not serve {type(message).__name__}")
 
@@ -121,9 +125,17 @@ class InferenceWorker(Worker):
         if self._starting is not None and not self._starting.done():
             self._starting.cancel()
             await asyncio.wait({self._starting})
+        if self._watching is not None:
+            self._watching.cancel()
         if self.engine is not None:
             await self.engine.close()
             self.engine = None
+
+    async def _watch(self, engine: VllmEngine) -> None:
+        """End the worker when its engine's process dies, also while no request would notice."""
+        while not engine.death:
+            await asyncio.sleep(WATCH_EVERY_S)
+        self.fail(engine.death)
 
     # --- requests -------------------------------------------------------------------------------------
 

@@ -120,9 +120,16 @@ class VllmEngine:
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     @property
-    def dead(self) -> bool:
-        """Its process is gone."""
-        return bool(self._llm.errored)
+    def death(self) -> str:
+        """Why it answers no more, as far as is known; empty while it runs.
+
+        A thread of vLLM waits for the process's end.
+        """
+        if not self._llm.errored:
+            return ""
+        manager: Any = self._llm.engine_core.resources.engine_manager
+        codes = ", ".join(str(code) for code in manager.finished_procs().values())
+        return f"the engine's process died (exit code {codes})" if codes else "the engine failed"
 
     @property
     def eos_ids(self) -> list[int]:

@@ -75,6 +75,7 @@ class Worker:
         self._end: asyncio.Future[str]
         self._heard = 0.0
         self._closed = False
+        self._failed = False
         self._ordered = False
 
     # --- what a role fills in -------------------------------------------------------------------------
@@ -105,6 +106,7 @@ class Worker:
         code = 0
         try:
             await self._serve_until_end(loop)
+            code = 1 if self._failed else 0
         except Exception:  # the boundary of a worker: recorded, and told by the exit code
             logger.exception("worker %s failed", self.name)
             code = 1
@@ -121,6 +123,13 @@ class Worker:
         """Ask the worker to finish; the first reason counts."""
         if not self._end.done():
             self._end.set_result(reason)
+
+    def fail(self, reason: str) -> None:
+        """Ask the worker to finish for a failure, which its exit code tells; the first reason counts."""
+        if not self._end.done():
+            self._failed = True
+            logger.error("worker %s fails: %s", self.name, reason)
+            self.end(reason)
 
     async def _serve_until_end(self, loop: asyncio.AbstractEventLoop) -> None:
         self._welcomed: asyncio.Future[Welcome] = loop.create_future()
