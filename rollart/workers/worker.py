@@ -75,7 +75,7 @@ class Worker:
         self._end: asyncio.Future[str]
         self._heard = 0.0
         self._closed = False
-        self._failed = False
+        self._exit_code = 0
         self._ordered = False
 
     # --- what a role fills in -------------------------------------------------------------------------
@@ -103,16 +103,14 @@ class Worker:
         self._end = loop.create_future()
         self._control = self._dialer.dial("control", self.name, self._on_control)
         self._data = self._dialer.dial("data", self.name, self._on_data)
-        code = 0
         try:
             await self._serve_until_end(loop)
-            code = 1 if self._failed else 0
         except Exception:  # the boundary of a worker: recorded, and told by the exit code
             logger.exception("worker %s failed", self.name)
-            code = 1
+            self._exit_code = 1
         finally:
             await self._close()
-        return code
+        return self._exit_code
 
     @property
     def orphaned(self) -> bool:
@@ -127,7 +125,7 @@ class Worker:
     def fail(self, reason: str) -> None:
         """Ask the worker to finish for a failure, which its exit code tells; the first reason counts."""
         if not self._end.done():
-            self._failed = True
+            self._exit_code = 1
             logger.error("worker %s fails: %s", self.name, reason)
             self.end(reason)
 
