@@ -323,6 +323,10 @@ class Config(Section, frozen=True, kw_only=True):
                 f"inference.max_model_len ({self.inference.max_model_len})"
             )
 
+        if self.evaluation.episodes and self.environments.max_sessions < 2:
+            raise ValueError(
+                "environments.max_sessions (1) leaves no place for evaluations beside training: make it at least 2"
+            )
         if self.trainer.warmup_optimizer_steps >= self.optimizer_steps:
             raise ValueError(
                 f"trainer.warmup_optimizer_steps ({self.trainer.warmup_optimizer_steps}) must be below the run's "

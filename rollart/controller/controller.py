@@ -25,6 +25,7 @@ from rollart.controller.losses import GOODBYE_PATIENCE_S, Losses
 from rollart.controller.metrics import Metrics
 from rollart.controller.progress import Progress
 from rollart.controller.resource_manager import ResourceManager
+from rollart.controller.rewards import RewardClient, Rewards
 from rollart.controller.rollout import Rollout
 from rollart.controller.run_context import RunContext
 from rollart.controller.run_folder import RunOutput
@@ -86,10 +87,11 @@ class Controller:
         launch: Callable[[Callable[[WorkerExit], None]], Launcher],
         progress: Progress,
         vocabulary_size: int,
+        rewards: Rewards | None = None,
         unix_time: Callable[[], float] = time.time,
     ) -> None:
         """``folder`` is created; ``launch(on_exit)`` makes the launcher of the workers; ``vocabulary_size``
-        is the model's."""
+        is the model's; ``rewards`` scores trajectories, by default with their environment's own rewards."""
         self.config = config
         self.folder = folder
         self.model_dir = Path(config.model.path).absolute() if config.model.path else folder.model
@@ -97,6 +99,7 @@ class Controller:
         self._launch = launch
         self._progress = progress
         self._vocabulary_size = vocabulary_size
+        self._rewards = rewards or RewardClient()
         self._unix_time = unix_time
         self.events = events.EventLog(folder.open_events())
         self.versions = Versions()
@@ -155,6 +158,7 @@ class Controller:
         config = self.config
         self._end = loop.create_future()
         self._joined = asyncio.Event()
+        self._exiting: list[asyncio.TimerHandle] = []
         self._context = RunContext(write=self.events.write, bug=self.fail)
         self.metrics = Metrics(self._context.clock, refusals=self._refusals)
         self.events.listen(self.metrics.listen)
@@ -171,6 +175,7 @@ class Controller:
             self.proxy,
             self.versions,
             bound,
+            rewards=self._rewards,
             run=self._context,
             metrics=self.metrics,
         )
@@ -304,7 +309,8 @@ class Controller:
         link = self.switchboard.links.get(exit.placement.name)
         if link is not None:
             # Its last message may still be on the way, and knows the reason.
-            asyncio.get_running_loop().call_later(GOODBYE_PATIENCE_S, self.switchboard.lose, link, str(exit))
+            later = asyncio.get_running_loop().call_later
+            self._exiting.append(later(GOODBYE_PATIENCE_S, self.switchboard.lose, link, str(exit)))
         elif self.loop is None:
             self._losses.fatal(exit.placement.name, str(exit))
 
@@ -324,6 +330,8 @@ class Controller:
             self._end.set_result(outcome)
         self._end.exception()  # it is told by whoever waits for run()
         self._losses.cancel()
+        for timer in self._exiting:
+            timer.cancel()
         if outcome is Outcome.INTERRUPTED and self.loop is not None:
             self._progress.say(await self.loop.salvage(SALVAGE_PATIENCE_S))
         with _recorded("ending the trajectories"):

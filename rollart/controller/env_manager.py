@@ -11,15 +11,17 @@ from collections.abc import Callable, Coroutine
 
 from rollart.config import Config
 from rollart.controller.llm_proxy import Answer, LLMProxy
-from rollart.controller.rewards import RewardClient, RewardError
+from rollart.controller.rewards import RewardError, Rewards
 from rollart.controller.run_context import RunContext
 from rollart.controller.switchboard import CallError, Link, LinkState, Switchboard
-from rollart.controller.trajectory import Next, Reason, State, Trajectory
+from rollart.controller.trajectory import Kind, Next, Reason, State, Trajectory
 from rollart.packing import ID_BYTES
 from rollart.protocol import Close, FailureKind, Observation, Reset, Role, Step
 
 __all__ = ["EnvManager"]
 
+EVALUATION_SHARE = 16
+"""One in so many of a worker's places, and at least one, is kept for evaluations where there are any."""
 FAILURE_WEIGHT = 16
 """Episodes that a failure in a row counts for when a worker is chosen."""
 
@@ -32,7 +34,7 @@ class EnvManager:
         config: Config,
         switchboard: Switchboard,
         proxy: LLMProxy,
-        rewards: RewardClient,
+        rewards: Rewards,
         *,
         run: RunContext,
         on_sampled: Callable[[Trajectory, Answer], None],
@@ -75,7 +77,7 @@ class EnvManager:
 
     async def close(self) -> None:
         """Stop every owner, and wait until each has ended."""
-        tasks = set(self.tasks.values())
+        tasks = list(self.tasks.values())
         for task in tasks:
             task.cancel()
         if tasks:
@@ -106,7 +108,7 @@ class EnvManager:
 
     async def _reset(self, trajectory: Trajectory) -> Next:
         failed_at = self._leave(trajectory)
-        link = await self._place(failed_at)
+        link = await self._place(trajectory.kind, failed_at)
         link.sessions += 1
         self._episodes[trajectory.id] = (link, trajectory.session)
         request = Reset(
@@ -120,20 +122,28 @@ class EnvManager:
             trajectory, link, request, self._config.task(trajectory.task).reset_timeout_s
         )
 
-    async def _place(self, failed_at: Link | None) -> Link:
+    async def _place(self, kind: Kind, failed_at: Link | None) -> Link:
         """The environment worker with the most room; another than ``failed_at`` if there is one.
+
+        Some places are for evaluations only: training trajectories keep theirs while they wait for the version
+        after the next train_step, and that step may wait for an evaluation.
 
         A worker whose requests fail counts as busier with each failure in a row, so that one that fails at
         once does not draw every episode.
         """
+        kept = self._places_for_evaluation if kind is Kind.TRAIN else lambda capacity: 0
         while True:
-            free = [w for w in self._switchboard.of(Role.ENVIRONMENT) if w.sessions < w.capacity]
+            workers = self._switchboard.of(Role.ENVIRONMENT)
+            free = [w for w in workers if w.sessions < w.capacity - kept(w.capacity)]
             elsewhere = [worker for worker in free if worker is not failed_at]
             if free:
                 return min(elsewhere or free, key=lambda w: w.sessions + FAILURE_WEIGHT * w.failures_in_a_row)
             if self._place_free is None:
                 self._place_free = asyncio.get_running_loop().create_future()
             await asyncio.shield(self._place_free)
+
+    def _places_for_evaluation(self, capacity: int) -> int:
+        return max(1, capacity // EVALUATION_SHARE) if self._config.evaluation.episodes else 0
 
     async def _generate(self, trajectory: Trajectory) -> Next:
         try:

@@ -24,6 +24,7 @@ class Invariants:
 
     def __init__(self) -> None:
         self.violations: list[str] = []
+        self.transitions = 0
         self.states: dict[int, State] = {}
         self.trained: dict[int, int] = {}
         """The step that trained a trajectory."""
@@ -69,6 +70,7 @@ class Invariants:
             self.violations.append(violation)
 
     def _moved(self, event: events.Moved) -> None:
+        self.transitions += 1
         before, after = State(event.before), State(event.after)
         known = self.states.get(event.trajectory)
         self._require(known is before, f"I1 {event.trajectory} left {before} but was in {known}")

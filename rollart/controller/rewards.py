@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 from rollart.controller.trajectory import Trajectory
 
-__all__ = ["RewardClient", "RewardError"]
+__all__ = ["RewardClient", "RewardError", "Rewards"]
 
 
 class RewardError(Exception):
     """No usable score."""
+
+
+class Rewards(Protocol):
+    """Where scores come from."""
+
+    async def score(self, trajectory: Trajectory) -> float:
+        """A finite score; ``RewardError`` when there is none."""
 
 
 class RewardClient:

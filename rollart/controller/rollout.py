@@ -14,7 +14,7 @@ from rollart.controller.env_manager import EnvManager
 from rollart.controller.evaluation import Evaluation
 from rollart.controller.llm_proxy import Answer, LLMProxy
 from rollart.controller.metrics import Metrics
-from rollart.controller.rewards import RewardClient
+from rollart.controller.rewards import Rewards
 from rollart.controller.run_context import RunContext
 from rollart.controller.sample_buffer import Group, GroupPolicy, Orders, SampleBuffer
 from rollart.controller.staleness import Bound, Versions
@@ -39,6 +39,7 @@ class Rollout:
         versions: Versions,
         bound: Bound,
         *,
+        rewards: Rewards,
         run: RunContext,
         metrics: Metrics,
     ) -> None:
@@ -66,7 +67,7 @@ class Rollout:
             config,
             switchboard,
             proxy,
-            RewardClient(),
+            rewards,
             run=run,
             on_sampled=self._sampled,
             on_settled=self._settled,

@@ -100,7 +100,8 @@ class BatchingEngine:
     def slowdown(self, factor: float) -> None:
         if not factor > 0:
             raise ValueError(f"an engine can't be {factor} times as slow")
-        self._planned()  # what starts at the latest time told keeps the old one, whether asked for already or not
+        if self._active is None:
+            self._planned()  # what starts at the latest time told keeps the old one, whether asked for already or not
         self._slowdown = factor
 
     @property

@@ -1,8 +1,8 @@
 """An asyncio event loop whose time is a number: it jumps to the next timer as soon as nothing is ready.
 
 No thread, no descriptor, no real sleep.  The order in which callbacks run depends on nothing but the program
-and, when ``shuffle`` is given, on its seed: then, of the tasks that could go on, any may be next.  Callbacks
-that are no task keep asyncio's promise of first in, first out among themselves.
+and, when ``shuffle`` is given, on its seed: then, of the tasks whose futures are done, any may be next.  All
+else, a new task's first step too, keeps asyncio's promise of first in, first out.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context
+from types import BuiltinMethodType
 from typing import Any, TypeVar, TypeVarTuple
 
 __all__ = ["Deadlock", "VirtualLoop"]
@@ -145,10 +146,10 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._ready.clear()
         self._timers.clear()
 
-    def waiting(self) -> tuple[int, int]:
-        """Callbacks that are ready, and timers that are set: both 0 when a program has cleaned up."""
-        ready = sum(not handle.cancelled() for handle in self._ready)
-        return ready, sum(not handle.cancelled() for _, _, handle in self._timers)
+    def waiting(self) -> list[str]:
+        """The callbacks that are still to run, ready or timed; none when a program has cleaned up."""
+        handles = [*self._ready, *(handle for _, _, handle in self._timers)]
+        return [_name(handle) for handle in handles if not handle.cancelled()]
 
     async def shutdown_asyncgens(self) -> None:
         """Nothing to do: generators are ended by their owners."""
@@ -181,7 +182,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def _run_one(self) -> None:
         handle = self._ready.popleft()
-        if self._shuffle is not None and _is_task(handle):
+        if self._shuffle is not None and _wakes_task(handle):
             handle = self._instead_of(handle, self._shuffle)
         if not handle.cancelled():
             self.steps += 1
@@ -189,7 +190,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def _instead_of(self, handle: asyncio.Handle, shuffle: random.Random) -> asyncio.Handle:
         """Any of the tasks that are ready; the one it replaces takes its place in the queue."""
-        tasks = [index for index, other in enumerate(self._ready) if _is_task(other)]
+        tasks = [index for index, other in enumerate(self._ready) if _wakes_task(other)]
         chosen = shuffle.randrange(len(tasks) + 1)
         if chosen == len(tasks):
             return handle
@@ -243,6 +244,12 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         (self._handler or type(self).default_exception_handler)(self, context)
 
 
-def _is_task(handle: asyncio.Handle) -> bool:
-    """The handle starts a task or lets one go on."""
-    return isinstance(getattr(handle._callback, "__self__", None), asyncio.Task)  # type: ignore[attr-defined]
+def _wakes_task(handle: asyncio.Handle) -> bool:
+    """The handle lets a task go on whose future is done; a task's first step keeps its turn."""
+    callback = handle._callback  # type: ignore[attr-defined]
+    return isinstance(callback, BuiltinMethodType) and isinstance(callback.__self__, asyncio.Task)
+
+
+def _name(handle: asyncio.Handle) -> str:
+    callback = handle._callback  # type: ignore[attr-defined]
+    return str(getattr(callback, "__qualname__", callback))

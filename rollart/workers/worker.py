@@ -71,7 +71,7 @@ class Worker:
         self.config: Config
         self.refused_frames = 0
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._background: set[asyncio.Task[None]] = set()
+        self._background: dict[asyncio.Task[None], None] = {}
         self._end: asyncio.Future[str]
         self._heard = 0.0
         self._closed = False
@@ -144,15 +144,19 @@ class Worker:
         self.welcome = self._welcomed.result()
         self.config = msgspec.msgpack.decode(self.welcome.config, type=Config)
         setup = asyncio.ensure_future(self.setup())
-        await self._first_of(setup)
-        if not setup.done():
-            setup.cancel()
+        try:
+            await self._first_of(setup)
+        finally:
+            setup.cancel()  # nothing happens when it is done
+        if self._end.done():
             return
         self._control.send([encode(setup.result())])
         self._heard = loop.time()
         beats = asyncio.ensure_future(self._beat())
-        await self._first_of(beats)
-        beats.cancel()
+        try:
+            await self._first_of(beats)
+        finally:
+            beats.cancel()
         if self._end.done():
             logger.info("worker %s ends: %s", self.name, self._end.result())
         else:
@@ -235,8 +239,8 @@ class Worker:
         seq = getattr(message, "seq", None)
         task = asyncio.get_running_loop().create_task(self._answer(message, payload, channel, seq))
         if seq is None:
-            self._background.add(task)
-            task.add_done_callback(self._background.discard)
+            self._background[task] = None
+            task.add_done_callback(self._background.pop)
         else:
             self._tasks[seq] = task
             # Not in the task itself: one that is cancelled before it begins runs none of its code.

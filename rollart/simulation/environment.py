@@ -1,0 +1,79 @@
+"""A simulated environment worker: the real worker base, episodes drawn from the workload.
+
+An observation's last token says how long the answer to it will be: so a simulated policy needs to know
+nothing of tasks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import ClassVar
+
+from rollart.packing import pack_ids
+from rollart.protocol import Close, Message, Observation, Ready, Reset, Role, Step, ToWorker
+from rollart.simulation.workload import Episode
+from rollart.simulation.world import World
+from rollart.workers.dialer import Dialer
+from rollart.workers.worker import Deterministic, Worker
+
+__all__ = ["SimEnvironment"]
+
+FILLER = pack_ids([1])
+
+
+class SimEnvironment(Worker):
+    """Serves ``Reset``, ``Step`` and ``Close``."""
+
+    role: ClassVar[Role] = Role.ENVIRONMENT
+
+    def __init__(self, dialer: Dialer, *, name: str, hardware_class: str, world: World) -> None:
+        super().__init__(dialer, name=name, hardware_class=hardware_class)
+        self._world = world
+        self._episodes: dict[str, Episode] = {}
+
+    async def setup(self) -> Ready:
+        """Be there."""
+        await asyncio.sleep(self._world.timings.start_s / 10)
+        return Ready(self.config.environments.max_sessions, {})
+
+    async def serve(self, message: ToWorker, payload: Sequence[bytes]) -> Message | None:
+        """Carry out a request of the environment protocol."""
+        match message:
+            case Reset():
+                return await self._reset(message)
+            case Step():
+                return await self._step(message)
+            case Close(session=session):
+                self._episodes.pop(session, None)
+                return None
+        raise Deterministic(f"an environment worker does not serve {type(message).__name__}")
+
+    async def _reset(self, request: Reset) -> Observation:
+        episode = Episode(self._world.families[request.task], request.seed, request.session)
+        self._episodes[request.session] = episode
+        await self._act(episode.reset_s(), fails=episode.fails(episode.family.reset_failure))
+        return Observation(request.seq, _text(episode), 0.0, False, {})
+
+    async def _step(self, request: Step) -> Observation:
+        episode = self._episodes.get(request.session)
+        if episode is None:
+            raise RuntimeError(f"no session {request.session}")
+        await self._act(episode.step_s(), fails=episode.fails(episode.family.step_failure))
+        episode.steps += 1
+        reward = float(episode.success) if episode.done else 0.0
+        info = {"success": reward} if episode.done else {}
+        return Observation(request.seq, _text(episode), reward, episode.done, info)
+
+    async def _act(self, seconds: float, *, fails: bool) -> None:
+        ailments = self._world.of(self.name)
+        await asyncio.sleep(seconds * ailments.slowdown)
+        if ailments.failing_requests:
+            ailments.failing_requests -= 1
+            fails = True
+        if fails:
+            raise RuntimeError("the environment failed")
+
+
+def _text(episode: Episode) -> bytes:
+    return FILLER * (episode.observation() - 1) + pack_ids([episode.answer()])

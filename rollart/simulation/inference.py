@@ -1,0 +1,199 @@
+"""A simulated inference worker: the real worker base around a ``BatchingEngine``.
+
+It keeps the real worker's promises: nothing is served before the first ``Update``, requests in flight go on
+after an update with what they have, and answers that finish before ``Resume`` are held back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import ClassVar
+
+from rollart.packing import ID_BYTES, unpack_ids
+from rollart.protocol import (
+    Done,
+    Generate,
+    Generated,
+    Message,
+    Pull,
+    Ready,
+    Resume,
+    Role,
+    Suspend,
+    ToWorker,
+    Update,
+    Updated,
+    VersionRun,
+)
+from rollart.simulation.engine import BatchingEngine, Finished
+from rollart.simulation.world import LOGPROB, World, canary_logprobs
+from rollart.workers.dialer import Dialer
+from rollart.workers.worker import Deterministic, Worker
+
+__all__ = ["SimInference"]
+
+
+class _Request:
+    """One answer in the making."""
+
+    __slots__ = ("finished", "session", "version", "versions", "wanted")
+
+    def __init__(self, session: str, wanted: int, finished: asyncio.Future[Finished]) -> None:
+        self.session = session
+        self.wanted = wanted
+        self.finished = finished
+        self.versions: list[VersionRun] = []
+        """Of the tokens sampled before the last update."""
+        self.version = -1
+        """What the engine ran when the answer was complete."""
+
+
+class SimInference(Worker):
+    """Serves ``Generate``, ``Pull``, ``Suspend``, ``Update`` and ``Resume``."""
+
+    role: ClassVar[Role] = Role.INFERENCE
+
+    def __init__(
+        self, dialer: Dialer, *, name: str, hardware_class: str, world: World, engine: BatchingEngine
+    ) -> None:
+        super().__init__(dialer, name=name, hardware_class=hardware_class)
+        self.engine = engine
+        self.version = -1
+        """What it runs."""
+        self._told = -1
+        """The newest version it was told of."""
+        self._world = world
+        self._pulled = -1
+        self._suspended = False
+        self._requests: dict[int, _Request] = {}
+        self._released = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def setup(self) -> Ready:
+        """Start the engine."""
+        await asyncio.sleep(self._world.timings.start_s)
+        return Ready(self.config.inference.max_num_seqs, {})
+
+    async def teardown(self) -> None:
+        """Stop the engine."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def serve(self, message: ToWorker, payload: Sequence[bytes]) -> Message | None:
+        """Carry out a request."""
+        ailments, timings = self._world.of(self.name), self._world.timings
+        match message:
+            case Generate():
+                return await self._generate(message)
+            case Pull(seq=seq, version=version):
+                await asyncio.sleep(timings.pull_s * ailments.slowdown)
+                if ailments.lost_buckets:
+                    ailments.lost_buckets -= 1
+                    raise RuntimeError(f"a bucket of version {version} is not in the store")
+                self._pulled = max(self._pulled, version)
+                return Done(seq)
+            case Suspend(seq=seq):
+                self._suspended = True
+                still_at = self.engine.suspend(self._now())
+                self._arm()
+                await asyncio.sleep(max(0.0, still_at - self._now()))
+                return Done(seq)
+            case Update():
+                return await self._update(message)
+            case Resume(seq=seq):
+                if self._suspended:
+                    self._go_on()
+                self._released.set()
+                return Done(seq)
+        raise Deterministic(f"an inference worker does not serve {type(message).__name__}")
+
+    # --- requests -------------------------------------------------------------------------------------
+
+    async def _generate(self, message: Generate) -> Generated:
+        if self.version < 0:
+            raise RuntimeError(f"{self.name} has no weights yet")
+        ailments = self._world.of(self.name)
+        if ailments.failing_requests:
+            ailments.failing_requests -= 1
+            raise RuntimeError("the engine failed")
+        session = message.request_id.rsplit(".", 2)[0]
+        if self._world.truth is not None:
+            self._world.truth.check_prompt(session, message.prompt)
+        (wanted,) = unpack_ids(message.prompt[-ID_BYTES:])
+        count = min(max(1, wanted), message.max_tokens)
+        future: asyncio.Future[Finished] = asyncio.get_running_loop().create_future()
+        request = self._requests[message.seq] = _Request(session, count, future)
+        self.engine.slowdown = ailments.slowdown
+        self.engine.submit(self._now(), message.seq, session, len(message.prompt) // ID_BYTES, count)
+        self._arm()
+        try:
+            finished = await future
+        except asyncio.CancelledError:
+            self.engine.cancel(self._now(), message.seq)
+            self._arm()
+            raise
+        finally:
+            del self._requests[message.seq]
+        while not self._released.is_set():
+            await self._released.wait()
+        return self._generated(message, request, finished)
+
+    def _generated(self, message: Generate, request: _Request, finished: Finished) -> Generated:
+        rest = finished.tokens - sum(run.count for run in request.versions)
+        versions = [*request.versions, *([VersionRun(request.version, rest)] if rest else [])]
+        truth = self._world.truth
+        ids = truth.sample(request.session, versions) if truth else bytes(ID_BYTES * finished.tokens)
+        if self._world.of(self.name).lies_about_version:
+            versions = [VersionRun(self._told, finished.tokens)]
+        logprobs = LOGPROB * finished.tokens if message.temperature else b""
+        reason = "stop" if finished.tokens == request.wanted else "length"
+        return Generated(message.seq, ids, logprobs, versions, reason, finished.cached)
+
+    async def _update(self, message: Update) -> Updated:
+        if not self._suspended:
+            raise Deterministic(f"{self.name} is not suspended")
+        if self._pulled < message.version:
+            raise Deterministic(f"{self.name} has not pulled version {message.version}")
+        self._released.clear()
+        ailments = self._world.of(self.name)
+        await asyncio.sleep(self._world.timings.load_s * ailments.slowdown)
+        self._told = message.version
+        self._advance()  # what was complete when the engine came to rest is the old version's
+        if not ailments.keeps_old_weights:
+            for seq, request in self._requests.items():
+                if request.finished.done():
+                    continue
+                before = self.engine.sampled(seq) - sum(run.count for run in request.versions)
+                if before:
+                    request.versions.append(VersionRun(self.version, before))
+            self.version = message.version
+        self.engine.drop_caches(self._now())
+        self._go_on()
+        return Updated(message.seq, message.version, canary_logprobs(self.version, message.canary), 0.0)
+
+    # --- the engine's time ----------------------------------------------------------------------------
+
+    def _go_on(self) -> None:
+        self._suspended = False
+        self.engine.resume(self._now())
+        self._arm()
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
+
+    def _arm(self) -> None:
+        """Wake when the engine has something to tell."""
+        if self._timer is not None:
+            self._timer.cancel()
+        at = self.engine.next_event()
+        self._timer = None if at is None else asyncio.get_running_loop().call_at(at, self._advance)
+
+    def _advance(self) -> None:
+        for finished in self.engine.advance(self._now()):
+            request = self._requests.get(finished.id)
+            if request is not None and not request.finished.done():
+                request.version = self.version
+                request.finished.set_result(finished)
+        self._arm()

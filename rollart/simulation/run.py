@@ -1,0 +1,218 @@
+"""One simulated run: the shipping ``Controller`` on the virtual loop, and everything that is checked about it."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from rollart.config import Config
+from rollart.controller.controller import Controller
+from rollart.controller.invariants import Invariants
+from rollart.controller.progress import Progress
+from rollart.controller.trajectory import Trajectory
+from rollart.errors import InvariantError, RunError
+from rollart.launch.local import Placement, WorkerExit
+from rollart.protocol import Role, TrainGroup
+from rollart.simulation.engine import BatchingEngine
+from rollart.simulation.environment import SimEnvironment
+from rollart.simulation.faults import Fault, Injector
+from rollart.simulation.inference import SimInference
+from rollart.simulation.launcher import SimLauncher
+from rollart.simulation.loop import Deadlock, VirtualLoop
+from rollart.simulation.network import SimDialer, SimNetwork
+from rollart.simulation.output import MemoryOutput
+from rollart.simulation.trainer import SimTrainer
+from rollart.simulation.truth import Truth
+from rollart.simulation.wire import WireRules
+from rollart.simulation.workload import Family
+from rollart.simulation.world import Timings, World
+from rollart.workers.worker import Worker
+
+__all__ = ["Result", "Setup", "simulate"]
+
+VOCABULARY = 1 << 24
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    """What is simulated."""
+
+    config: Config
+    families: Mapping[str, Family]
+    """By the name of the task."""
+    timings: Timings
+    engine: Callable[[Placement], BatchingEngine]
+    """The engine of an inference worker."""
+    step_s: Callable[[Sequence[TrainGroup]], float]
+    """Seconds of a train_step on these groups."""
+    delay: Callable[[str, int], float]
+    """(worker, bytes) → seconds that a message takes."""
+
+
+class Result(msgspec.Struct, kw_only=True):
+    """What became of it."""
+
+    outcome: str
+    """``success``, ``interrupted``, ``error`` (the run failed and said why) or ``broken`` (it never ended, or
+    with an exception that is no run's failure)."""
+    cause: str
+    violations: list[str]
+    """Of the invariants: of the event stream, the tokens, the wire, and of what is left at the end."""
+    seconds: float
+    """Of virtual time."""
+    callbacks: int
+    transitions: int
+    messages: int
+    faults: dict[str, int]
+    events: bytes
+    rows: list[dict[str, Any]]
+    """The metrics."""
+    workers: list[Any]
+    """Every worker that lived, for its statistics."""
+
+
+class _Rewards:
+    """The environment's reward, after the family's time for scoring."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    async def score(self, trajectory: Trajectory) -> float:
+        """The sum of the environment's rewards."""
+        seconds = self._world.families[trajectory.task].reward_s.draw(
+            self._world.rng("reward", trajectory.session)
+        )
+        if seconds:
+            await asyncio.sleep(seconds)
+        return trajectory.reward
+
+
+class _Run:
+    """The parts of one run."""
+
+    def __init__(self, setup: Setup, seed: int, faults: list[Fault], *, check_tokens: bool) -> None:
+        self.setup = setup
+        self.truth = Truth() if check_tokens else None
+        self.world = World(seed, setup.families, setup.timings, truth=self.truth)
+        self.injector = Injector(faults, self.world)
+        self.network = SimNetwork(setup.delay, interfere=self.injector.interfere if faults else None)
+        self.wire = WireRules()
+        self.network.taps.append(self.wire.hear)
+        self.output = MemoryOutput()
+        self.invariants = Invariants()
+        self.launcher: SimLauncher
+        self.outcome, self.cause = "broken", ""
+
+    async def main(self) -> None:
+        config = self.setup.config
+        controller = Controller(
+            config,
+            self.output,
+            self.network,
+            launch=self._launch,
+            progress=Progress(io.StringIO(), config.steps),
+            vocabulary_size=VOCABULARY,
+            rewards=_Rewards(self.world),
+            unix_time=lambda: 0.0,
+        )
+        controller.events.listen(self.invariants.feed)
+        try:
+            self.outcome = str(await controller.run())
+        except InvariantError as error:
+            self.cause = f"InvariantError: {error}"
+        except RunError as error:
+            self.outcome, self.cause = "error", str(error)
+        except Exception as error:  # whatever else ends a run is what a simulation looks for
+            self.cause = f"{type(error).__name__}: {error}"
+        finally:
+            await self.injector.close()
+
+    def _launch(self, on_exit: Callable[[WorkerExit], None]) -> SimLauncher:
+        self.launcher = SimLauncher(self.network, self._worker, on_exit)
+        self.injector.start(self.network, self.launcher)
+        return self.launcher
+
+    def _worker(self, placement: Placement) -> Worker:
+        dialer, name, hardware = SimDialer(self.network), placement.name, placement.hardware_class
+        if placement.role == Role.INFERENCE:
+            engine = self.setup.engine(placement)
+            return SimInference(dialer, name=name, hardware_class=hardware, world=self.world, engine=engine)
+        if placement.role == Role.TRAINER:
+            return SimTrainer(
+                dialer, name=name, hardware_class=hardware, world=self.world, step_s=self.setup.step_s
+            )
+        return SimEnvironment(dialer, name=name, hardware_class=hardware, world=self.world)
+
+
+def simulate(
+    setup: Setup,
+    *,
+    seed: int,
+    faults: Sequence[Fault] = (),
+    shuffle: bool = False,
+    check_tokens: bool = True,
+    end_at_s: float = 10 * 24 * 3600.0,
+) -> Result:
+    """Run ``setup`` to its end; the same arguments give the same result, byte for byte.
+
+    ``shuffle`` permutes, by the seed, the tasks that could go on.  ``check_tokens`` follows every single
+    token, which a large workload has too many of.
+    """
+    run = _Run(setup, seed, list(faults), check_tokens=check_tokens)
+    loop = VirtualLoop(shuffle=random.Random(f"{seed}/shuffle") if shuffle else None, end_at=end_at_s)
+    violations: list[str] = []
+    logger = logging.getLogger("rollart")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)  # what goes wrong here was planted
+    try:
+        loop.run_until_complete(run.main())
+        violations += _left_over(loop)
+    except Deadlock as error:
+        run.cause = str(error)
+    finally:
+        _abandon(loop)
+        loop.close()
+        logger.setLevel(level)
+    violations += (
+        run.invariants.violations + run.wire.violations + (run.truth.violations if run.truth else [])
+    )
+    if run.outcome == "broken":
+        violations.insert(0, f"the run broke: {run.cause}")
+    return Result(
+        outcome=run.outcome,
+        cause=run.cause,
+        violations=violations,
+        seconds=loop.time(),
+        callbacks=loop.steps,
+        transitions=run.invariants.transitions,
+        messages=run.network.messages,
+        faults=dict(run.injector.happened),
+        events=run.output.events,
+        rows=[json.loads(line) for line in run.output.metrics.splitlines()],
+        workers=run.launcher.started,
+    )
+
+
+def _left_over(loop: VirtualLoop) -> list[str]:
+    """I9: after the end nothing is left that would still happen, but messages to nobody."""
+    tasks = sorted(task.get_name() for task in asyncio.all_tasks(loop))
+    left = [f"I9 task {name} is left" for name in tasks]
+    callbacks = sorted(callback for callback in loop.waiting() if "SimNetwork" not in callback)
+    return left + [f"I9 a timer is left: {callback}" for callback in callbacks]
+
+
+def _abandon(loop: VirtualLoop) -> None:
+    """Let go of the tasks of a run that never ended."""
+    tasks = asyncio.all_tasks(loop)
+    if not tasks:
+        return
+    for task in tasks:
+        task.cancel()
+    loop.call_later(0, loop.stop)
+    loop.run_forever()

@@ -1,0 +1,236 @@
+"""A scenario: a small run drawn from a seed, with the faults that befall it, and whether it has to succeed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from rollart.config import Config
+from rollart.launch.local import Placement
+from rollart.protocol import TrainGroup
+from rollart.simulation.engine import BatchingEngine, EngineCosts
+from rollart.simulation.faults import Fault, FaultKind
+from rollart.simulation.hardware import CPU, dense_model
+from rollart.simulation.run import Setup
+from rollart.simulation.workload import Distribution, Family
+from rollart.simulation.world import Timings
+
+__all__ = ["Scenario", "draw_scenario"]
+
+MAX_SKIPS = 2
+"""A third skipped train_step in a row ends a run."""
+TRIES_OF_A_PULL = 3
+SMALL = dense_model(
+    "small",
+    layers=2,
+    hidden=64,
+    ffn=128,
+    attention_heads=4,
+    kv_heads=2,
+    head_dim=32,
+    vocabulary=128,
+    max_context=512,
+)
+HARMLESS = {FaultKind.DOUBLE}
+"""Wherever they happen, the run succeeds."""
+
+
+class Scenario(msgspec.Struct, frozen=True):
+    """What is simulated, and what goes wrong."""
+
+    setup: Setup
+    faults: list[Fault]
+
+    def must_succeed(self) -> bool:
+        """Every role has a worker that nothing takes out, and nothing befalls the trainer that ends a run."""
+        config = self.setup.config
+        counts = {"inference": config.inference.workers, "environment": config.environments.workers}
+        hurt: dict[str, None] = {}
+        skips = sum(fault.value for fault in self.faults if fault.kind is FaultKind.NAN)
+        for fault in self.faults:
+            if not self._bearable(fault):
+                if fault.at_s < self._started_s():
+                    return False
+                hurt[fault.worker] = None
+        spared = all(
+            any(f"{role}-{number}" not in hurt for number in range(count)) for role, count in counts.items()
+        )
+        return spared and "trainer-0" not in hurt and skips <= MAX_SKIPS
+
+    def _started_s(self) -> float:
+        """By when all workers serve: the loss of one before that ends the run."""
+        timings = self.setup.timings
+        return 4 * (timings.start_s + timings.publish_s + timings.pull_s + timings.load_s) + 5
+
+    def _bearable(self, fault: Fault) -> bool:
+        config = self.setup.config
+        match fault.kind:
+            case FaultKind.HANG:
+                return fault.value < config.heartbeat_timeout_s / 2
+            case FaultKind.SLOW:
+                return fault.value <= 4
+            case FaultKind.FAIL:
+                return False
+            case FaultKind.LOST_BUCKET:
+                return fault.value < TRIES_OF_A_PULL
+            case FaultKind.NAN:
+                return True
+            case _:
+                return fault.kind in HARMLESS
+
+
+def draw_scenario(seed: int) -> Scenario:
+    """The scenario of ``seed``."""
+    rng = random.Random(f"scenario {seed}")
+    config = _config(rng)
+    families = {task.name: _family(rng) for task in config.tasks}
+    train_s, latency_s = rng.uniform(0.1, 8.0), rng.choice([0.0, 0.0005, 0.02])
+    jitter = random.Random(f"network {seed}")
+    token_s = rng.choice([0.0, 0.005, 0.05])
+
+    kv_tokens = config.inference.max_model_len * rng.choice([1, 3, 100])
+
+    def engine(placement: Placement) -> BatchingEngine:
+        costs = EngineCosts(CPU, SMALL, step_overhead_s=token_s)
+        small = BatchingEngine(costs, token_budget=256, max_requests=config.inference.max_num_seqs)
+        small.capacity = kv_tokens
+        return small
+
+    def step_s(groups: Sequence[TrainGroup]) -> float:
+        return train_s
+
+    def delay(worker: str, size: int) -> float:
+        return latency_s * (1 + jitter.random())
+
+    timings = Timings(
+        start_s=rng.uniform(1.0, 30.0),
+        pull_s=rng.choice([0.0, 0.3, 4.0]),
+        load_s=rng.choice([0.0, 0.05, 1.0]),
+        publish_s=rng.choice([0.0, 0.3, 6.0]),
+        save_s=rng.choice([0.0, 1.0]),
+    )
+    setup = Setup(
+        config=config, families=families, timings=timings, engine=engine, step_s=step_s, delay=delay
+    )
+    return Scenario(setup, _faults(rng, config))
+
+
+def _config(rng: random.Random) -> Config:
+    update_at = rng.choice(["batch", "publish"])
+    size = rng.randint(2, 4)
+    raw: dict[str, Any] = {
+        "name": "fuzz",
+        "seed": rng.randrange(1000),
+        "steps": rng.randint(2, 6),
+        "model": {"random": {}},
+        "tasks": [
+            {
+                "name": name,
+                "environment": "simulated:Family",
+                "max_turns": rng.randint(1, 6),
+                "reset_timeout_s": rng.choice([5.0, 60.0]),
+                "step_timeout_s": rng.choice([5.0, 60.0]),
+            }
+            for name in ("A", "B")[: rng.randint(1, 2)]
+        ],
+        "sampling": {"max_tokens": rng.choice([1, 4, 24])},
+        "rollout": {
+            "staleness_bound": rng.randint(1 if update_at == "batch" else 0, 3),
+            "update_at": update_at,
+            "groups_per_batch": rng.randint(1, 4),
+            "group_size": size,
+            "min_group": rng.choice([None, 2, size]),
+            "redundant_groups": rng.randint(0, 2),
+            "redundant_members": rng.randint(0, 2),
+            "member_refills": rng.choice([0, 4]),
+            "retries": rng.randint(1, 3),
+            "mixed_versions": rng.choice(["correct", "mask", "drop"]),
+            "filter_groups": rng.random() < 0.2,
+            # A draw of bad luck is no broken run: these stops have tests of their own.
+            "max_failed_groups": 100_000,
+        },
+        "trainer": {"checkpoint_every": rng.choice([0, 0, 2]), "step_timeout_s": 300.0},
+        "inference": {
+            "workers": rng.randint(1, 3),
+            "max_model_len": rng.choice([128, 256]),
+            "max_num_seqs": rng.choice([2, 8, 64]),
+            "generate_timeout_s": rng.choice([30.0, 600.0]),
+            "update_timeout_s": 60.0,
+        },
+        "environments": {"workers": rng.randint(1, 3), "max_sessions": rng.choice([3, 4096])},
+        "evaluation": {"episodes": rng.choice([0, 0, 5])},
+        "start_timeout_s": 120.0,
+        "heartbeat_s": 1.0,
+        "heartbeat_timeout_s": 10.0,
+    }
+    if raw["evaluation"]["episodes"] and rng.random() < 0.5:
+        raw["evaluation"]["every"] = 2
+    if raw["rollout"]["filter_groups"]:
+        raw["rollout"]["max_filtered_groups"] = 100_000
+    return msgspec.convert(raw, Config)
+
+
+def _family(rng: random.Random) -> Family:
+    tail = rng.choice([0.0, 0.5, 1.5])
+    return Family(
+        turns=Distribution(rng.uniform(1, 5), 0.6, low=1, high=8),
+        prompt_tokens=Distribution(rng.uniform(2, 20), 0.4, high=60),
+        observation_tokens=Distribution(rng.uniform(1, 8), 0.4, high=30),
+        answer_tokens=Distribution(rng.uniform(1, 12), 0.8, high=60),
+        reset_s=Distribution(rng.choice([0.0, 0.1, 1.0]), tail, high=100.0),
+        step_s=Distribution(rng.choice([0.0, 0.05, 0.5]), tail, high=100.0),
+        reward_s=Distribution(rng.choice([0.0, 0.0, 0.5]), tail, high=30.0),
+        reset_failure=rng.choice([0.0, 0.0, 0.05]),
+        step_failure=rng.choice([0.0, 0.0, 0.02]),
+        success=rng.choice([0.2, 0.5, 0.9]),
+    )
+
+
+def _faults(rng: random.Random, config: Config) -> list[Fault]:
+    horizon_s = rng.choice([40.0, 80.0])
+    faults = [_fault(rng, config, horizon_s) for _ in range(rng.choice([0, 1, 1, 2, 3, 5]))]
+    return sorted(faults, key=lambda fault: fault.at_s)
+
+
+OF_ROLE = {
+    "inference": [kind for kind in FaultKind if kind is not FaultKind.NAN],
+    "environment": [
+        kind
+        for kind in FaultKind
+        if kind not in (FaultKind.NAN, FaultKind.OLD_WEIGHTS, FaultKind.LOST_BUCKET)
+    ],
+    "trainer": [
+        FaultKind.NAN,
+        FaultKind.NAN,
+        FaultKind.SLOW,
+        FaultKind.HANG,
+        FaultKind.CRASH,
+        FaultKind.DOUBLE,
+        FaultKind.DROP_ANSWER,
+        FaultKind.GARBLE,
+    ],
+}
+
+
+def _fault(rng: random.Random, config: Config, horizon_s: float) -> Fault:
+    role = rng.choice(["inference", "inference", "environment", "environment", "trainer"])
+    count = {"inference": config.inference.workers, "environment": config.environments.workers}.get(role, 1)
+    kind = rng.choice(OF_ROLE[role])
+    value = 1.0
+    match kind:
+        case FaultKind.CRASH:
+            value = rng.choice([0.0, 0.5, 20.0])
+        case FaultKind.HANG:
+            value = rng.choice([1.0, 4.0, 30.0])
+        case FaultKind.PARTITION:
+            value = rng.choice([0.5, 5.0, 40.0])
+        case FaultKind.SLOW:
+            value = rng.choice([2.0, 4.0, 50.0])
+        case FaultKind.FAIL:
+            value = float(rng.randint(1, 6))
+        case FaultKind.LOST_BUCKET:
+            value = float(rng.randint(1, 4))
+    return Fault(rng.uniform(0.0, horizon_s), kind, f"{role}-{rng.randrange(count)}", value)

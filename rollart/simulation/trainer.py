@@ -1,0 +1,109 @@
+"""A simulated trainer: the real worker base, the cost of a train_step by a model, no weights.
+
+Like the real one it serves one request after the other, in the order they came, and a ``TrainStep`` whose
+id was applied already is answered from memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+import msgspec
+
+from rollart.protocol import (
+    Collect,
+    Done,
+    Export,
+    Message,
+    Publish,
+    Published,
+    Ready,
+    Role,
+    SaveCheckpoint,
+    ToWorker,
+    Trained,
+    TrainGroup,
+    TrainStep,
+)
+from rollart.simulation.world import World, canary_logprobs
+from rollart.workers.dialer import Dialer
+from rollart.workers.worker import Deterministic, Worker
+
+__all__ = ["SimTrainer"]
+
+_decoder = msgspec.msgpack.Decoder(TrainGroup)
+
+
+class SimTrainer(Worker):
+    """Serves ``TrainStep``, ``Publish``, ``Collect``, ``SaveCheckpoint`` and ``Export``."""
+
+    role: ClassVar[Role] = Role.TRAINER
+
+    def __init__(
+        self,
+        dialer: Dialer,
+        *,
+        name: str,
+        hardware_class: str,
+        world: World,
+        step_s: Callable[[list[TrainGroup]], float],
+    ) -> None:
+        """``step_s(groups)``: seconds of a train_step on them."""
+        super().__init__(dialer, name=name, hardware_class=hardware_class)
+        self.busy_s = 0.0
+        self._world = world
+        self._step_s = step_s
+        self._version = 0
+        self._answers: dict[int, Trained] = {}
+        self._in_turn = asyncio.Lock()
+
+    async def setup(self) -> Ready:
+        """Be there."""
+        await asyncio.sleep(self._world.timings.start_s / 2)
+        return Ready(1, {})
+
+    async def serve(self, message: ToWorker, payload: Sequence[bytes]) -> Message | None:
+        """Carry out a request."""
+        timings, slow = self._world.timings, self._world.of(self.name).slowdown
+        match message:
+            case TrainStep():
+                async with self._in_turn:
+                    return await self._train(message, payload)
+            case Publish(seq=seq, version=version, canary=canary):
+                async with self._in_turn:
+                    if version != self._version:
+                        raise Deterministic(f"it has version {self._version}, not {version}")
+                await asyncio.sleep(timings.publish_s * slow)
+                return Published(seq, version, f"sim:{version}", canary_logprobs(version, canary), 0, 0.0)
+            case Collect(seq=seq):
+                return Done(seq)
+            case SaveCheckpoint(seq=seq) | Export(seq=seq):
+                async with self._in_turn:
+                    await asyncio.sleep(timings.save_s * slow)
+                return Done(seq)
+        raise Deterministic(f"a trainer does not serve {type(message).__name__}")
+
+    async def _train(self, request: TrainStep, payload: Sequence[bytes]) -> Trained:
+        known = self._answers.get(request.step_id)
+        if known is not None:
+            return msgspec.structs.replace(known, seq=request.seq)
+        if request.version != self._version:
+            raise Deterministic(f"it has version {self._version}, not {request.version}")
+        groups = [_decoder.decode(frame) for frame in payload]
+        ailments = self._world.of(self.name)
+        seconds = self._step_s(groups) * ailments.slowdown
+        await asyncio.sleep(seconds)
+        self.busy_s += seconds
+        skipped = ""
+        if ailments.skips:
+            ailments.skips -= 1
+            skipped = "the loss is nan"
+        else:
+            self._version += 1
+            if self._world.truth is not None:
+                self._world.truth.check_batch(request.step_id, groups)
+        answer = Trained(request.seq, request.step_id, self._version, skipped, {"logprob_gap_mean": 0.0})
+        self._answers = {request.step_id: answer}
+        return answer

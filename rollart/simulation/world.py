@@ -1,0 +1,74 @@
+"""World: what the simulated workers of one run share: its seed, its workload, its machines, its faults."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+
+import msgspec
+
+from rollart.packing import pack_floats
+from rollart.simulation.truth import Truth
+from rollart.simulation.workload import Family
+
+__all__ = ["Ailments", "Timings", "World", "canary_logprobs"]
+
+LOGPROB = pack_floats([-0.5])
+
+
+class Timings(msgspec.Struct, frozen=True):
+    """Seconds of what no other model gives."""
+
+    start_s: float = 30.0
+    """From a worker's start to its readiness."""
+    pull_s: float = 1.0
+    """A version from the store to an inference worker's host."""
+    load_s: float = 0.03
+    """From the host into the engine."""
+    publish_s: float = 1.0
+    """A version from the trainer to the store, in the background."""
+    save_s: float = 1.0
+    """A checkpoint."""
+
+
+class Ailments(msgspec.Struct):
+    """What is wrong with a worker now; faults set it, workers look at it."""
+
+    slowdown: float = 1.0
+    """Its times are multiplied by this."""
+    lost_buckets: int = 0
+    """So many pulls from now on fail."""
+    keeps_old_weights: bool = False
+    """Updates report success and change nothing."""
+    lies_about_version: bool = False
+    """Stamps the newest version it knows of, whatever it runs."""
+    failing_requests: int = 0
+    """So many requests from now on fail as infrastructure does."""
+    skips: int = 0
+    """So many train_steps from now on find a loss that is not finite."""
+
+
+class World:
+    """One run's."""
+
+    def __init__(
+        self, seed: int, families: Mapping[str, Family], timings: Timings, *, truth: Truth | None = None
+    ) -> None:
+        self.seed = seed
+        self.families = families
+        self.timings = timings
+        self.truth = truth
+        self.ailments: dict[str, Ailments] = {}
+
+    def of(self, worker: str) -> Ailments:
+        """A worker's ailments; a new one of the same name has none."""
+        return self.ailments.setdefault(worker, Ailments())
+
+    def rng(self, *names: object) -> random.Random:
+        """A stream of its own for whatever ``names`` name."""
+        return random.Random("/".join(map(str, (self.seed, *names))))
+
+
+def canary_logprobs(version: int, canary: bytes) -> bytes:
+    """What weights of ``version`` give the canary prompt; any two versions differ."""
+    return pack_floats([-1.0 - 0.01 * (version % 1000)]) * (len(canary) // 4 - 1)
