@@ -2,7 +2,8 @@
 
 The efficiencies come from one public data set, measured with vLLM 0.30 on one H100 SXM (the H800's compute and memory)
 serving Qwen3-8B, closed loop, fixed lengths: github.com/tgarg01/silybench-data, runs 20260924T125045Z (bf16) and
-20260924T225750Z (fp8), CC BY 4.0.  ``tests/test_simulation_engine.py`` holds the model against other points of it.
+20260924T225750Z (fp8), CC BY 4.0.  They come from times to the first token and between tokens; the test holds the whole
+engine against throughputs of the same run.
 What follows from it is used for all hardware; nothing here was measured on an H800 or an H20.
 """
 
