@@ -229,6 +229,11 @@ def test_a_turn_prefills_only_what_is_new() -> None:
     assert (first.cached, engine.cached_tokens) == (0, 119)  # the last token sampled was never put in
     engine.submit(first.time, 2, "a", 150, 5)
     engine.submit(first.time, 3, "b", 150, 5)
+    engine.advance(first.time + 1e-9)
+    assert (engine.kv_tokens, engine.cached_tokens) == (
+        300,
+        0,
+    )  # what a request has taken isn't counted twice
     second, third = drain(engine)
     assert (second.id, second.cached, third.cached) == (2, 119, 0)
     assert engine.tokens_prefilled == 100 + 31 + 150
@@ -369,6 +374,21 @@ def test_twice_as_slow_takes_twice_as_long() -> None:
     assert ends[1] == pytest.approx(2 * ends[0])
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_slowdown_begins_at_the_next_event_whether_that_was_asked_for_or_not(asked: bool) -> None:
+    engine = BatchingEngine(tiny_costs())
+    engine.submit(0.0, 1, "a", 100, 2)
+    if asked:
+        engine.next_event()
+    engine.slowdown = 3.0
+    ends = [engine.next_event()]
+    engine.advance(ends[0] or 0.0)
+    ends.append(engine.next_event())
+    costs = tiny_costs()
+    first = costs.step_s(100, 0, 0, 0, samples=1)
+    assert ends == pytest.approx([first, first + 3 * costs.step_s(0, 0, 1, 100)])
+
+
 def test_bad_input_is_refused() -> None:
     engine = BatchingEngine(tiny_costs(100))
     engine.submit(1.0, 1, "a", 50, 51)
@@ -389,8 +409,8 @@ def test_bad_input_is_refused() -> None:
 
 # --- against measurements -------------------------------------------------------------------------------
 # vLLM 0.30, Qwen3-8B in bf16 on one H100 SXM (an H800's compute and memory): github.com/tgarg01/silybench-data, run
-# 20260924T125045Z_h100-80gbx1_qwen3-8b_bf16, CC BY 4.0. The efficiencies were taken from its times to the first token and
-# between tokens at few users (engine_costs.py), not from these throughputs.
+# 20260924T125045Z_h100-80gbx1_qwen3-8b_bf16, CC BY 4.0. The efficiencies were taken from its times to the first token
+# and between tokens (engine_costs.py), not from these throughputs.
 
 
 def test_kv_cache_of_the_measured_engine() -> None:
