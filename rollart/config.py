@@ -23,6 +23,7 @@ __all__ = [
     "RandomModel",
     "Rollout",
     "Sampling",
+    "Schedule",
     "Task",
     "Trainer",
     "UpdateAt",
@@ -46,6 +47,21 @@ class UpdateAt(enum.StrEnum):
     """The paper's order: all workers together, right after a batch is formed."""
     PUBLISH = "publish"
     """Each worker by itself, as soon as it holds the newest version."""
+
+
+class Schedule(enum.StrEnum):
+    """How generation and training take turns; all but the first are there to be compared with."""
+
+    ROLLART = "rollart"
+    """Both at once, every trajectory at its own pace, the bound kept at every turn.  With ``update_at: publish``
+    and alpha 0 it is the usual synchronous loop with asynchronous environments and rewards (``sync_plus``)."""
+    SYNC = "sync"
+    """All trajectories of a batch take each turn together, are scored together, and are trained on before the
+    next begin."""
+    ONE_OFF = "one_off"
+    """A batch is trained on while the next is generated, whole, with the weights from before that step."""
+    AREAL = "areal"
+    """As AReaL (arXiv 2505.24298): the bound is kept when a trajectory starts, and never looked at again."""
 
 
 class MixedVersions(enum.StrEnum):
@@ -132,6 +148,7 @@ class Rollout(Section, frozen=True, kw_only=True):
     staleness_bound: NonNegativeInt = 1
     """alpha: how many versions old a trained group may be; what counts as its age depends on ``update_at``."""
     update_at: UpdateAt = UpdateAt.BATCH
+    schedule: Schedule = Schedule.ROLLART
     groups_per_batch: PositiveInt = 8
     group_size: Annotated[int, Meta(ge=2)] = 8
     """Trajectories of one task instance that share a baseline (G)."""
@@ -159,15 +176,34 @@ class Rollout(Section, frozen=True, kw_only=True):
                 "staleness_bound 0 can't exist with update_at: batch, since get_batch would wait for the update "
                 "and the update for get_batch; use update_at: publish, where 0 is exactly on-policy"
             )
+        fixed = _FIXED_BY_SCHEDULE[self.schedule]
+        for name, wanted in fixed.items():
+            if getattr(self, name) != wanted:
+                raise ValueError(
+                    f"schedule {self.schedule} is defined with {name}: {wanted}; it is {getattr(self, name)} here"
+                )
         if self.min_group is not None and self.min_group > self.group_size:
             raise ValueError(f"min_group ({self.min_group}) must be at most group_size ({self.group_size})")
         if self.max_filtered_groups is not None and not self.filter_groups:
             raise ValueError("max_filtered_groups does nothing without filter_groups: true")
 
     @property
+    def most_open_members(self) -> int:
+        """Trajectories of one batch, the redundant ones included."""
+        return (self.groups_per_batch + self.redundant_groups) * (self.group_size + self.redundant_members)
+
+    @property
     def smallest_group(self) -> int:
         """Members a group needs to be trained on."""
         return self.min_group or self.group_size
+
+
+_FIXED_BY_SCHEDULE: dict[Schedule, dict[str, object]] = {
+    Schedule.ROLLART: {},
+    Schedule.SYNC: {"update_at": UpdateAt.PUBLISH, "staleness_bound": 0},
+    Schedule.ONE_OFF: {"update_at": UpdateAt.BATCH, "staleness_bound": 1},
+    Schedule.AREAL: {"update_at": UpdateAt.PUBLISH},
+}
 
 
 class Algorithm(Section, frozen=True, kw_only=True):
@@ -323,6 +359,12 @@ class Config(Section, frozen=True, kw_only=True):
                 f"inference.max_model_len ({self.inference.max_model_len})"
             )
 
+        places = self.environments.workers * self.environments.max_sessions
+        if self.rollout.schedule is Schedule.SYNC and places < self.rollout.most_open_members:
+            raise ValueError(
+                f"rollout.schedule sync takes every turn together, so all {self.rollout.most_open_members} "
+                f"trajectories of a batch need a place: environments.workers × max_sessions is {places}"
+            )
         if self.evaluation.episodes and self.environments.max_sessions < 2:
             raise ValueError(
                 "environments.max_sessions (1) leaves no place for evaluations beside training: make it at least 2"

@@ -29,7 +29,7 @@ from rollart.controller.rewards import RewardClient, Rewards
 from rollart.controller.rollout import Rollout
 from rollart.controller.run_context import RunContext
 from rollart.controller.run_folder import RunOutput
-from rollart.controller.staleness import Bound, Versions
+from rollart.controller.staleness import Versions, bound_of
 from rollart.controller.switchboard import Link, LinkState, Switchboard
 from rollart.controller.training_loop import TrainingLoop
 from rollart.controller.trajectory import Reason
@@ -163,7 +163,8 @@ class Controller:
         self.metrics = Metrics(self._context.clock, refusals=self._refusals)
         self.events.listen(self.metrics.listen)
         self._launcher = self._launch(self._on_exit)
-        bound = Bound(config.rollout.staleness_bound, config.rollout.update_at)
+        schedule = config.rollout.schedule
+        bound = bound_of(schedule, config.rollout.staleness_bound, config.rollout.update_at)
         self._losses = Losses(fail=self._end_with, tail=self._launcher.tail)
         self.switchboard = Switchboard(
             self._transport, self._welcome(), run=self._context, on_change=self._on_link
@@ -198,6 +199,7 @@ class Controller:
                 bound.alpha,
                 bound.update_at,
                 config.rollout.groups_per_batch,
+                schedule,
             )
         )
 
@@ -240,9 +242,8 @@ class Controller:
         placements = ResourceManager(self.config).placements()
         self._progress.say(f"starting {len(placements)} workers; run folder {self.folder.path}")
         bound = self._bound
-        self._progress.say(
-            f"staleness_bound {bound.alpha}, update_at {bound.update_at}: train_lag is at most {bound.max_train_lag}"
-        )
+        most = "is not bounded" if bound.max_train_lag is None else f"is at most {bound.max_train_lag}"
+        self._progress.say(f"staleness_bound {bound.alpha}, update_at {bound.update_at}: train_lag {most}")
         for placement in placements:
             await self._launcher.start(placement)
         try:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 
-from rollart.config import Config
+from rollart.config import Config, Schedule
 from rollart.controller.llm_proxy import Answer, LLMProxy
+from rollart.controller.pace import LockStep, OwnPace, Pace
 from rollart.controller.rewards import RewardError, Rewards
 from rollart.controller.run_context import RunContext
 from rollart.controller.switchboard import CallError, Link, LinkState, Switchboard
@@ -52,6 +53,7 @@ class EnvManager:
         self._on_settled = on_settled
         self._episodes: dict[int, tuple[Link, str]] = {}
         """Each trajectory's open episode: at which worker, under which name."""
+        self._pace: Pace = LockStep() if config.rollout.schedule is Schedule.SYNC else OwnPace()
         self._place_free: asyncio.Future[None] | None = None
         self._steps: dict[Next, Callable[[Trajectory], Coroutine[None, None, Next]]] = {
             Next.RESET: self._reset,
@@ -62,18 +64,23 @@ class EnvManager:
 
     def start(self, trajectory: Trajectory) -> None:
         """Give the PENDING trajectory an owner."""
+        self._pace.enter(trajectory)
         task = asyncio.get_running_loop().create_task(
             self._own(trajectory), name=f"trajectory {trajectory.id}"
         )
         self.tasks[trajectory.id] = task
         # Not in the owner itself: a task that is cancelled before it begins runs none of its code.
-        task.add_done_callback(lambda _: self.tasks.pop(trajectory.id))
+        task.add_done_callback(lambda _: self._owner_ended(trajectory))
 
     def stop(self, trajectory: Trajectory) -> None:
         """The trajectory has ended by another's decision: stop its owner, and what it waits for."""
         task = self.tasks.get(trajectory.id)
         if task is not None and task is not asyncio.current_task():
             task.cancel()
+
+    def _owner_ended(self, trajectory: Trajectory) -> None:
+        del self.tasks[trajectory.id]
+        self._pace.leave(trajectory)
 
     async def close(self) -> None:
         """Stop every owner, and wait until each has ended."""
@@ -93,6 +100,7 @@ class EnvManager:
         try:
             todo = trajectory.begin()
             while todo is not Next.NOTHING:
+                await self._pace.before(trajectory, todo)
                 todo = await self._steps[todo](trajectory)
             if trajectory.state in (State.SCORED, State.FAILED):
                 self._on_settled(trajectory)

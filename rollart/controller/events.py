@@ -47,7 +47,7 @@ class _Event(msgspec.Struct, array_like=True, tag=True, gc=False):
 
 
 class Started(_Event):
-    """The run began; ``unix_time`` is its zero of ``t``.  ``alpha``, ``update_at`` as configured."""
+    """The run began; ``unix_time`` is its zero of ``t``.  ``alpha``, ``update_at``, ``schedule`` as configured."""
 
     unix_time: float
     rollart: str
@@ -55,6 +55,7 @@ class Started(_Event):
     alpha: int
     update_at: str
     groups_per_batch: int
+    schedule: str = "rollart"
 
 
 class Dispatched(_Event):

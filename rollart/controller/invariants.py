@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from rollart.config import UpdateAt
+from rollart.config import Schedule, UpdateAt
 from rollart.controller import events
-from rollart.controller.staleness import Bound
+from rollart.controller.staleness import Bound, bound_of
 from rollart.controller.trajectory import LEGAL, Kind, State
 
 __all__ = ["Invariants"]
@@ -39,7 +39,7 @@ class Invariants:
         """Check one event against all that came before."""
         match event:
             case events.Started():
-                self._bound = Bound(event.alpha, UpdateAt(event.update_at))
+                self._bound = bound_of(Schedule(event.schedule), event.alpha, UpdateAt(event.update_at))
                 self._per_batch = event.groups_per_batch
             case events.Dispatched():
                 self._require(
@@ -97,17 +97,17 @@ class Invariants:
         self._require(len(event.groups) == self._per_batch, f"step {event.step}: {len(event.groups)} groups")
         for group, version in event.groups:
             age = event.reference - version
-            self._require(
-                0 <= age <= self._bound.alpha, f"I3 step {event.step}: group {group} has staleness {age}"
-            )
+            bounded = age <= self._bound.alpha or self._bound.max_train_lag is None
+            self._require(age >= 0 and bounded, f"I3 step {event.step}: group {group} has staleness {age}")
 
     def _trained_step(self, event: events.TrainedStep) -> None:
         for sample in event.samples:
             trajectory = sample.trajectory
             for run in sample.versions:
                 lag = event.before - run.version
+                most = self._bound.max_train_lag
                 self._require(
-                    0 <= lag <= self._bound.max_train_lag,
+                    lag >= 0 and (most is None or lag <= most),
                     f"I3 step {event.step}: {trajectory} has train_lag {lag}",
                 )
             sampled = self._sampled[trajectory, self._attempts[trajectory]]

@@ -45,6 +45,7 @@ class Rollout:
     ) -> None:
         self._config = config
         self._bound = bound
+        self._proxy = proxy
         self._versions = versions
         self._run = run
         self._metrics = metrics
@@ -91,6 +92,7 @@ class Rollout:
 
     def review(self) -> None:
         """The versions changed, or a group left: abort what is too old, admit what fits, offer a batch."""
+        self._proxy.changed()  # a request may wait for a worker that the bound barred until now
         orders = self.buffer.sweep()
         if self._admitting:
             orders.add(self.buffer.admit())

@@ -249,7 +249,7 @@ class SampleBuffer:
 
     def ready(self) -> list[Group]:
         """The complete groups that a batch formed now may hold, oldest version first."""
-        lowest = self.bound.reference(self.versions) - self.bound.alpha
+        lowest = self.bound.oldest(self.versions)
         by_age = sorted(self.complete.values(), key=lambda entry: entry[:2])
         return [group for version, _, group in by_age if version >= lowest]
 

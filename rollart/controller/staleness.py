@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import msgspec
 
-from rollart.config import UpdateAt
+from rollart.config import Schedule, UpdateAt
 from rollart.errors import InvariantError
 
-__all__ = ["Bound", "Versions"]
+__all__ = ["Bound", "Versions", "bound_of"]
 
 
 class Versions(msgspec.Struct, gc=False):
@@ -24,7 +24,7 @@ class Versions(msgspec.Struct, gc=False):
     busy: bool = False
 
 
-class Bound(msgspec.Struct, frozen=True, gc=False):
+class Bound(msgspec.Struct, frozen=True):
     """The rule of one run: ``alpha`` ≥ 0 and what it is measured against."""
 
     alpha: int
@@ -54,9 +54,13 @@ class Bound(msgspec.Struct, frozen=True, gc=False):
             )
         return age
 
+    def oldest(self, versions: Versions) -> int:
+        """The lowest version that a group may have in a batch formed now."""
+        return self.reference(versions) - self.alpha
+
     @property
-    def max_train_lag(self) -> int:
-        """The bound on n - version of every trained token."""
+    def max_train_lag(self) -> int | None:
+        """The bound on n - version of every trained token; ``None``: there is none."""
         return self.alpha + 1 if self.update_at is UpdateAt.BATCH else self.alpha
 
     def open_groups(self, versions: Versions, *, per_batch: int, redundant: int) -> int:
@@ -69,3 +73,46 @@ class Bound(msgspec.Struct, frozen=True, gc=False):
         batches = versions.m + self.alpha + 1 + ahead - versions.n - int(versions.busy)
         batches = min(self.alpha + 1, batches)
         return batches * per_batch + redundant if batches > 0 else 0
+
+
+class _OneOff(Bound, frozen=True):
+    """A batch is generated whole while the one before it is trained on, and ages by that step."""
+
+    def reference(self, versions: Versions) -> int:
+        return versions.n
+
+    def next_reference(self, versions: Versions) -> int:
+        return versions.n + int(versions.busy)
+
+    @property
+    def max_train_lag(self) -> int | None:
+        return self.alpha
+
+    def open_groups(self, versions: Versions, *, per_batch: int, redundant: int) -> int:
+        """One batch, begun once the workers have the weights that the batch in training was formed with."""
+        waits = versions.busy and versions.m < versions.n
+        return 0 if waits else per_batch + redundant
+
+
+class _AtStart(Bound, frozen=True):
+    """The bound paces what is started; what has started is trained on whatever its age."""
+
+    def floor(self, versions: Versions) -> int:
+        return 0
+
+    def oldest(self, versions: Versions) -> int:
+        return 0
+
+    @property
+    def max_train_lag(self) -> int | None:
+        return None
+
+    def open_groups(self, versions: Versions, *, per_batch: int, redundant: int) -> int:
+        """All groups ever started are at most (n + alpha + 1) batches, shipped ones included."""
+        return (self.alpha + 1 - int(versions.busy)) * per_batch + redundant
+
+
+def bound_of(schedule: Schedule, alpha: int, update_at: UpdateAt) -> Bound:
+    """The rule of a schedule."""
+    kinds = {Schedule.ONE_OFF: _OneOff, Schedule.AREAL: _AtStart}
+    return kinds.get(schedule, Bound)(alpha, update_at)

@@ -22,7 +22,7 @@ from rollart.simulation.scenario import Scenario, draw_scenario
 
 __all__ = ["Failure", "Report", "Verdict", "fuzz", "judge", "run_seed", "shrink"]
 
-END_AT_S = 50_000.0
+END_AT_S = 20_000.0
 """Virtual time that no small run needs, whatever befalls it."""
 CHUNK = 20
 

@@ -119,7 +119,11 @@ def draw_scenario(seed: int) -> Scenario:
 
 
 def _config(rng: random.Random) -> Config:
-    update_at = rng.choice(["batch", "publish"])
+    schedule = rng.choice(["rollart"] * 5 + ["sync", "one_off", "areal"])
+    update_at = {"sync": "publish", "one_off": "batch", "areal": "publish"}.get(
+        schedule, rng.choice(["batch", "publish"])
+    )
+    alpha = rng.randint(1 if update_at == "batch" else 0, 3)
     size = rng.randint(2, 4)
     raw: dict[str, Any] = {
         "name": "fuzz",
@@ -138,8 +142,9 @@ def _config(rng: random.Random) -> Config:
         ],
         "sampling": {"max_tokens": rng.choice([1, 4, 24])},
         "rollout": {
-            "staleness_bound": rng.randint(1 if update_at == "batch" else 0, 3),
+            "staleness_bound": {"sync": 0, "one_off": 1}.get(schedule, alpha),
             "update_at": update_at,
+            "schedule": schedule,
             "groups_per_batch": rng.randint(1, 4),
             "group_size": size,
             "min_group": rng.choice([None, 2, size]),
@@ -149,8 +154,6 @@ def _config(rng: random.Random) -> Config:
             "retries": rng.randint(1, 3),
             "mixed_versions": rng.choice(["correct", "mask", "drop"]),
             "filter_groups": rng.random() < 0.2,
-            # A draw of bad luck is no broken run: these stops have tests of their own.
-            "max_failed_groups": 100_000,
         },
         "trainer": {"checkpoint_every": rng.choice([0, 0, 2]), "step_timeout_s": 300.0},
         "inference": {
@@ -160,7 +163,10 @@ def _config(rng: random.Random) -> Config:
             "generate_timeout_s": rng.choice([30.0, 600.0]),
             "update_timeout_s": 60.0,
         },
-        "environments": {"workers": rng.randint(1, 3), "max_sessions": rng.choice([3, 4096])},
+        "environments": {
+            "workers": rng.randint(1, 3),
+            "max_sessions": 4096 if schedule == "sync" else rng.choice([3, 4096]),
+        },
         "evaluation": {"episodes": rng.choice([0, 0, 5])},
         "start_timeout_s": 120.0,
         "heartbeat_s": 1.0,
@@ -168,8 +174,6 @@ def _config(rng: random.Random) -> Config:
     }
     if raw["evaluation"]["episodes"] and rng.random() < 0.5:
         raw["evaluation"]["every"] = 2
-    if raw["rollout"]["filter_groups"]:
-        raw["rollout"]["max_filtered_groups"] = 100_000
     return msgspec.convert(raw, Config)
 
 
