@@ -34,6 +34,7 @@ __all__ = [
     "TrainedSample",
     "TrainedStep",
     "WorkerChanged",
+    "parse_events",
     "read_events",
 ]
 
@@ -250,13 +251,18 @@ class EventLog:
 def read_events(path: Path) -> Iterator[Event]:
     """The events of a run folder's ``events`` file; ``ValueError`` when it is none or a record is damaged."""
     with path.open("rb") as file:
-        if file.read(len(HEADER)) != HEADER:
-            raise ValueError(f"{path} is no RollArt event stream of version 1")
-        while len(head := file.read(_RECORD.size)) == _RECORD.size:
-            length, checksum = _RECORD.unpack(head)
-            payload = file.read(length)
-            if len(payload) < length:
-                return
-            if zlib.crc32(payload) != checksum:
-                raise ValueError(f"{path}: a record before byte {file.tell()} is damaged")
-            yield _decoder.decode(payload)
+        yield from parse_events(file, str(path))
+
+
+def parse_events(file: BinaryIO, name: str) -> Iterator[Event]:
+    """The events in ``file``, which people know as ``name``; errors as of ``read_events``."""
+    if file.read(len(HEADER)) != HEADER:
+        raise ValueError(f"{name} is no RollArt event stream of version 1")
+    while len(head := file.read(_RECORD.size)) == _RECORD.size:
+        length, checksum = _RECORD.unpack(head)
+        payload = file.read(length)
+        if len(payload) < length:
+            return
+        if zlib.crc32(payload) != checksum:
+            raise ValueError(f"{name}: a record before byte {file.tell()} is damaged")
+        yield _decoder.decode(payload)

@@ -10,7 +10,7 @@ import msgspec
 
 from rollart.simulation.hardware import INFINIBAND_400, ClusterLink, HardwareClass, ModelShape
 
-__all__ = ["Parallelism", "TrainingCosts", "publish_s"]
+__all__ = ["MODEL_FLOPS_UTILIZATION", "Parallelism", "TrainingCosts", "publish_s"]
 
 MODEL_FLOPS_UTILIZATION = 0.41
 """Of the bf16 peak, for the model's FLOPs (a recomputed forward pass doesn't count).  Megatron-LM's README, "Training

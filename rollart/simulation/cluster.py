@@ -1,0 +1,134 @@
+"""Clusters: pools of GPUs, what runs on each, and how a run's simulated workers are made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from rollart.config import Config
+from rollart.errors import ConfigError
+from rollart.launch.local import Placement
+from rollart.packing import ID_BYTES
+from rollart.protocol import Role, TrainGroup
+from rollart.simulation.engine import BatchingEngine, EngineCosts
+from rollart.simulation.hardware import HARDWARE, HardwareClass, ModelShape
+from rollart.simulation.run import Setup
+from rollart.simulation.training import MODEL_FLOPS_UTILIZATION, Parallelism, TrainingCosts
+from rollart.simulation.workload import Family
+from rollart.simulation.world import Timings
+
+__all__ = ["Cluster", "Pool", "cluster_setup"]
+
+LATENCY_S = {Role.INFERENCE: 0.0005, Role.TRAINER: 0.0005, Role.ENVIRONMENT: 0.002}
+"""One way, between the controller and a worker; environments are in another cluster."""
+CONTROLLER_BYTES_PER_S = 200e9 / 8 * 0.7
+"""The controller's Ethernet."""
+
+
+class Pool(msgspec.Struct, frozen=True):
+    """GPUs of one class that generate, divided into engines of ``tensor_parallel`` each."""
+
+    hardware_class: str
+    gpus: int
+    tensor_parallel: int = 1
+
+    @property
+    def engines(self) -> int:
+        """How many engines fit."""
+        return self.gpus // self.tensor_parallel
+
+    @property
+    def hardware(self) -> HardwareClass:
+        """The published figures of its class."""
+        return HARDWARE[self.hardware_class]
+
+
+class Cluster(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run has."""
+
+    model: ModelShape
+    generation: list[Pool]
+    trainer_class: str
+    trainer: Parallelism
+    timings: Timings
+    train_updates: int = 1
+    """Optimiser steps a train_step."""
+    trainer_utilization: float = MODEL_FLOPS_UTILIZATION
+    """Share of the peak that the trainer's own FLOPs get."""
+
+    def __post_init__(self) -> None:
+        for pool in self.generation:
+            if pool.hardware_class not in HARDWARE:
+                raise ConfigError(
+                    f"hardware class {pool.hardware_class!r} is not one of {', '.join(HARDWARE)}"
+                )
+            if pool.gpus < 1 or pool.tensor_parallel < 1 or pool.gpus % pool.tensor_parallel:
+                raise ConfigError(
+                    f"{pool.gpus} {pool.hardware_class} can't be divided into engines of {pool.tensor_parallel}"
+                )
+        if not self.engines:
+            raise ConfigError("there is no generation pool: nothing could sample")
+        try:
+            self.training_costs()
+            for pool in self.generation:
+                self.engine_costs(pool)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
+    @property
+    def engines(self) -> list[Pool]:
+        """The pool of each engine, in the order of the inference workers."""
+        return [pool for pool in self.generation for _ in range(pool.engines)]
+
+    def engine_costs(self, pool: Pool) -> EngineCosts:
+        """What a step of an engine of ``pool`` costs."""
+        return EngineCosts(pool.hardware, self.model, tensor_parallel=pool.tensor_parallel)
+
+    def training_costs(self) -> TrainingCosts:
+        """What training costs."""
+        return TrainingCosts(
+            HARDWARE[self.trainer_class], self.model, self.trainer, utilization=self.trainer_utilization
+        )
+
+    def train_step_s(self, lengths: Sequence[int]) -> float:
+        """Seconds of a train_step on trajectories of these lengths, with the log-probabilities before it."""
+        costs, tokens = self.training_costs(), sum(lengths)
+        mean = sum(length * length for length in lengths) / tokens
+        return costs.train_step_s(tokens, mean, updates=self.train_updates) + costs.forward_s(tokens, mean)
+
+
+def cluster_setup(cluster: Cluster, config: Config, families: Mapping[str, Family]) -> Setup:
+    """The simulation of ``config`` on ``cluster``; ``ConfigError`` when the two don't fit together."""
+    engines = cluster.engines
+    if config.inference.workers != len(engines):
+        raise ConfigError(
+            f"inference.workers is {config.inference.workers}, the pools make {len(engines)} engines"
+        )
+    unknown = [task.name for task in config.tasks if task.name not in families]
+    if unknown:
+        raise ConfigError(f"task {unknown[0]!r} has no workload model; there are {', '.join(families)}")
+
+    def engine(placement: Placement) -> BatchingEngine:
+        pool = engines[int(placement.name.rpartition("-")[2])]
+        return BatchingEngine(cluster.engine_costs(pool), max_requests=config.inference.max_num_seqs)
+
+    def step_s(groups: Sequence[TrainGroup]) -> float:
+        return cluster.train_step_s([len(s.ids) // ID_BYTES for group in groups for s in group.samples])
+
+    return Setup(
+        config=config,
+        families=families,
+        timings=cluster.timings,
+        engine=engine,
+        step_s=step_s,
+        delay=_delay(),
+    )
+
+
+def _delay() -> Callable[[str, int], float]:
+    def delay(worker: str, size: int) -> float:
+        role = Role(worker.rpartition("-")[0])
+        return LATENCY_S[role] + size / CONTROLLER_BYTES_PER_S
+
+    return delay
