@@ -23,6 +23,7 @@ from rollart.protocol import Role, TrainGroup
 from rollart.simulation.engine import BatchingEngine
 from rollart.simulation.environment import SimEnvironment
 from rollart.simulation.faults import Fault, Injector
+from rollart.simulation.host import Host, Messages, OnHost, Sharing
 from rollart.simulation.inference import SimInference
 from rollart.simulation.launcher import SimLauncher
 from rollart.simulation.loop import Deadlock, VirtualLoop
@@ -53,6 +54,10 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of a train_step on these groups."""
     delay: Callable[[str, int], float]
     """(worker, bytes) → seconds that a message takes."""
+    sharing: Sharing | None = None
+    """The machine whose cores all workers share; by default each has its own."""
+    environment_threads: int | None = None
+    """Environments of one worker that act at the same time; by default all."""
 
 
 class Result(msgspec.Struct, kw_only=True):
@@ -75,6 +80,10 @@ class Result(msgspec.Struct, kw_only=True):
     """The metrics."""
     workers: list[Any]
     """Every worker that lived, for its statistics."""
+    waiting_for: str
+    """What the controller was waiting for at the end, as its status line says it."""
+    host: Host | None
+    """The machine, when it was shared."""
 
 
 class _Rewards:
@@ -99,9 +108,20 @@ class _Run:
     def __init__(self, setup: Setup, seed: int, faults: list[Fault], *, check: bool) -> None:
         self.setup = setup
         self.truth = Truth() if check else None
-        self.world = World(seed, setup.families, setup.timings, truth=self.truth)
+        self.world = World(
+            seed,
+            setup.families,
+            setup.timings,
+            truth=self.truth,
+            sharing=setup.sharing,
+            environment_threads=setup.environment_threads,
+        )
+        self.messages: Messages | None = None
+        if setup.sharing is not None and self.world.host is not None:
+            self.messages = Messages(setup.delay, setup.sharing.message_s, self.world.host)
         self.injector = Injector(faults, self.world)
-        self.network = SimNetwork(setup.delay, interfere=self.injector.interfere if faults else None)
+        delay = self.messages or setup.delay
+        self.network = SimNetwork(delay, interfere=self.injector.interfere if faults else None)
         self.wire = WireRules()
         if check:
             self.network.taps.append(self.wire.hear)
@@ -109,10 +129,11 @@ class _Run:
         self.invariants = Invariants()
         self.launcher: SimLauncher
         self.outcome, self.cause = "broken", ""
+        self.controller: Controller
 
     async def main(self) -> None:
         config = self.setup.config
-        controller = Controller(
+        self.controller = controller = Controller(
             config,
             self.output,
             self.network,
@@ -133,6 +154,13 @@ class _Run:
             self.cause = f"{type(error).__name__}: {error}"
         finally:
             await self.injector.close()
+            if self.messages is not None:
+                self.messages.close()
+
+    @property
+    def waiting_for(self) -> str:
+        """The controller's status line."""
+        return self.controller.status
 
     def _launch(self, on_exit: Callable[[WorkerExit], None]) -> SimLauncher:
         self.launcher = SimLauncher(self.network, self._worker, on_exit)
@@ -143,6 +171,8 @@ class _Run:
         dialer, name, hardware = SimDialer(self.network), placement.name, placement.hardware_class
         if placement.role == Role.INFERENCE:
             engine = self.setup.engine(placement)
+            if self.world.host is not None:
+                engine.costs = OnHost(engine.costs, self.world.host)
             return SimInference(dialer, name=name, hardware_class=hardware, world=self.world, engine=engine)
         if placement.role == Role.TRAINER:
             return SimTrainer(
@@ -197,6 +227,8 @@ def simulate(
         events=run.output.events,
         rows=[json.loads(line) for line in run.output.metrics.splitlines()],
         workers=run.launcher.started,
+        waiting_for=run.waiting_for,
+        host=run.world.host,
     )
 
 
