@@ -21,7 +21,7 @@ from collections import deque
 import msgspec
 
 from rollart.simulation.engine_batch import DECODE, GONE, PREFILL, WAITING, Plan, PrefixCache, Request
-from rollart.simulation.engine_costs import EngineCosts
+from rollart.simulation.engine_costs import EngineCosts, StepCosts
 
 __all__ = ["BatchingEngine", "EngineCosts", "Finished"]
 
@@ -42,7 +42,7 @@ class BatchingEngine:
 
     def __init__(
         self,
-        costs: EngineCosts,
+        costs: StepCosts,
         *,
         token_budget: int = 8192,
         max_requests: int = 1024,

@@ -9,9 +9,11 @@ What follows from it is used for all hardware; nothing here was measured on an H
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from rollart.simulation.hardware import HardwareClass, ModelShape
 
-__all__ = ["EngineCosts"]
+__all__ = ["EngineCosts", "StepCosts"]
 
 COMPUTE_EFFICIENCY = 0.55
 """Of the bf16 peak in prefill.  One prompt of 1,024 / 2,048 / 8,192 tokens has its first token after 34 / 61 / 254 ms,
@@ -34,6 +36,25 @@ MEMORY_UTILIZATION = 0.9
 """vLLM's gpu_memory_utilization."""
 WORKSPACE_BYTES = 5.3e9
 """Per GPU, within that share, for activations and graphs: the run above reports 377,024 tokens of KV cache."""
+
+
+class StepCosts(Protocol):
+    """What a simulated engine asks of its hardware."""
+
+    kv_capacity: int
+    """Tokens of KV cache."""
+
+    def step_s(
+        self,
+        prefill_tokens: float,
+        prefill_context: float,
+        decodes: float,
+        decode_context_tokens: float,
+        *,
+        prefill_pairs: float | None = None,
+        samples: float | None = None,
+    ) -> float:
+        """Seconds of one step; arguments as of ``EngineCosts.step_s``."""
 
 
 class EngineCosts:

@@ -7,6 +7,7 @@ nothing of tasks.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -30,6 +31,10 @@ class SimEnvironment(Worker):
     def __init__(self, dialer: Dialer, *, name: str, hardware_class: str, world: World) -> None:
         super().__init__(dialer, name=name, hardware_class=hardware_class)
         self._world = world
+        self.busy_s = 0.0
+        """Seconds that environments acted, summed over those that did at the same time."""
+        threads = world.environment_threads
+        self._threads = None if threads is None else asyncio.Semaphore(threads)
         self._episodes: dict[str, Episode] = {}
 
     async def setup(self) -> Ready:
@@ -67,7 +72,9 @@ class SimEnvironment(Worker):
 
     async def _act(self, seconds: float, *, fails: bool) -> None:
         ailments = self._world.of(self.name)
-        await asyncio.sleep(seconds * ailments.slowdown)
+        async with self._threads or contextlib.nullcontext():
+            await asyncio.sleep(seconds * ailments.slowdown)
+            self.busy_s += seconds * ailments.slowdown
         if ailments.failing_requests:
             ailments.failing_requests -= 1
             fails = True

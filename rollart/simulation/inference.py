@@ -66,6 +66,7 @@ class SimInference(Worker):
         self._world = world
         self._pulled = -1
         self._suspended = False
+        self._threads = world.sharing.engine_threads if world.sharing else 1
         self._requests: dict[int, _Request] = {}
         self._released = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
@@ -79,6 +80,8 @@ class SimInference(Worker):
         """Stop the engine."""
         if self._timer is not None:
             self._timer.cancel()
+        if self._world.host is not None:
+            self._world.host.leave(self.name)
 
     async def serve(self, message: ToWorker, payload: Sequence[bytes]) -> Message | None:
         """Carry out a request."""
@@ -157,7 +160,9 @@ class SimInference(Worker):
             raise Deterministic(f"{self.name} has not pulled version {message.version}")
         self._released.clear()
         ailments = self._world.of(self.name)
-        await asyncio.sleep(self._world.timings.load_s * ailments.slowdown)
+        await self._world.compute(
+            f"{self.name}/load", self._world.timings.load_s * ailments.slowdown, self._threads
+        )
         self._told = message.version
         self._advance()  # what was complete when the engine came to rest is the old version's
         if not ailments.keeps_old_weights:
@@ -188,6 +193,11 @@ class SimInference(Worker):
         if self._timer is not None:
             self._timer.cancel()
         at = self.engine.next_event()
+        if self._world.host is not None:
+            if at is None:
+                self._world.host.leave(self.name)
+            else:
+                self._world.host.enter(self.name, self._threads)
         self._timer = None if at is None else asyncio.get_running_loop().call_at(at, self._advance)
 
     def _advance(self) -> None:

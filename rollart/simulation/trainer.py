@@ -94,8 +94,9 @@ class SimTrainer(Worker):
         groups = [_decoder.decode(frame) for frame in payload]
         ailments = self._world.of(self.name)
         seconds = self._step_s(groups) * ailments.slowdown
-        await asyncio.sleep(seconds)
-        self.busy_s += seconds
+        started, sharing = asyncio.get_running_loop().time(), self._world.sharing
+        await self._world.compute(self.name, seconds, sharing.trainer_threads if sharing else 1)
+        self.busy_s += asyncio.get_running_loop().time() - started
         skipped = ""
         if ailments.skips:
             ailments.skips -= 1

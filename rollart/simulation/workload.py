@@ -56,6 +56,8 @@ class Family(msgspec.Struct, frozen=True):
     step_failure: float = 0.0
     success: float = 0.5
     """Share of the episodes that succeed, on average over the instances."""
+    turns_shared: float = 1.0
+    """Share of the episodes that take as many turns as their instance gives; the others draw their own number."""
 
 
 class Episode:
@@ -70,6 +72,8 @@ class Episode:
         self.turns = family.turns.draw_int(instance)
         difficulty = instance.random()
         self._rng = random.Random(f"{seed}/{session}")
+        if family.turns_shared < 1 and self._rng.random() >= family.turns_shared:
+            self.turns = family.turns.draw_int(self._rng)
         self.success = self._rng.random() < _chance(family.success, difficulty)
         self.steps = 0
 

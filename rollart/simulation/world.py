@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Mapping
 
 import msgspec
 
 from rollart.packing import pack_floats
+from rollart.simulation.host import Host, Sharing
 from rollart.simulation.truth import Truth
 from rollart.simulation.workload import Family
 
@@ -52,17 +54,36 @@ class World:
     """One run's."""
 
     def __init__(
-        self, seed: int, families: Mapping[str, Family], timings: Timings, *, truth: Truth | None = None
+        self,
+        seed: int,
+        families: Mapping[str, Family],
+        timings: Timings,
+        *,
+        truth: Truth | None = None,
+        sharing: Sharing | None = None,
+        environment_threads: int | None = None,
     ) -> None:
+        """Without ``sharing`` every worker has cores of its own; ``environment_threads`` is how many environments
+        of one worker act at the same time, by default all."""
         self.seed = seed
         self.families = families
         self.timings = timings
         self.truth = truth
+        self.sharing = sharing
+        self.host = Host(sharing.cores) if sharing else None
+        self.environment_threads = environment_threads
         self.ailments: dict[str, Ailments] = {}
 
     def of(self, worker: str) -> Ailments:
         """A worker's ailments; a new one of the same name has none."""
         return self.ailments.setdefault(worker, Ailments())
+
+    async def compute(self, worker: str, work_s: float, threads: int = 1) -> None:
+        """Wait while ``worker`` computes for what would take ``work_s`` seconds if it were alone."""
+        if self.host is None:
+            await asyncio.sleep(work_s)
+        else:
+            await self.host.compute(worker, work_s, threads)
 
     def rng(self, *names: object) -> random.Random:
         """A stream of its own for whatever ``names`` name."""
