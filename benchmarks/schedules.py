@@ -50,9 +50,12 @@ Row = dict[str, Any]
 
 
 def measure(model: str, schedule: str, seed: int, steps: int, changes: Row | None = None) -> Row:
-    """One simulated run, as a row; ``changes`` may hold settings of ``cluster``, ``rollout`` and each ``family``."""
+    """One simulated run, as a row; ``changes`` may hold settings of ``cluster``, its ``timings``,
+    ``rollout`` and each ``family``."""
     changes = changes or {}
     cluster = paper_cluster(MODELS[model], schedule, **changes.get("cluster", {}))
+    timings = msgspec.structs.replace(cluster.timings, **changes.get("timings", {}))
+    cluster = msgspec.structs.replace(cluster, timings=timings)
     config = paper_config(cluster, schedule, steps=steps, seed=seed, **changes.get("rollout", {}))
     families = {
         name: msgspec.structs.replace(family, **changes.get("family", {}))

@@ -15,11 +15,13 @@ __all__ = ["FAMILIES", "Distribution", "Episode", "Family"]
 
 
 class Distribution(msgspec.Struct, frozen=True):
-    """A heavy-tailed positive number: log-normal, cut to [low, high]; with ``second``, a mixture of two."""
+    """A positive number: log-normal, or normal, cut to [low, high]; with ``second``, a mixture of two."""
 
     median: float
     sigma: float = 0.0
     """Of the logarithm; 0: always the median."""
+    deviation: float = 0.0
+    """Standard deviation of a normal distribution, instead of ``sigma``."""
     low: float = 0.0
     high: float = math.inf
     second: Distribution | None = None
@@ -29,7 +31,10 @@ class Distribution(msgspec.Struct, frozen=True):
         """One number."""
         if self.second is not None and rng.random() < self.second_share:
             return self.second.draw(rng)
-        value = self.median * math.exp(rng.gauss(0.0, self.sigma)) if self.sigma else self.median
+        if self.deviation:
+            value = rng.gauss(self.median, self.deviation)
+        else:
+            value = self.median * math.exp(rng.gauss(0.0, self.sigma)) if self.sigma else self.median
         return min(max(value, self.low), self.high)
 
     def draw_int(self, rng: random.Random) -> int:
