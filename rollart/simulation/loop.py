@@ -13,7 +13,7 @@ import itertools
 import logging
 import random
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextvars import Context
 from types import BuiltinMethodType
 from typing import Any, TypeVar, TypeVarTuple
@@ -83,7 +83,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         """Run ``callback`` at ``when``; timers of the same time run in the order they were set."""
         self._check_open()
         handle = asyncio.TimerHandle(when, callback, args, self, context)
-        handle._scheduled = True
+        handle._scheduled = True  # type: ignore[attr-defined]  # else a cancel would not be told
         heapq.heappush(self._timers, (when, next(self._order), handle))
         return handle
 
@@ -114,9 +114,9 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             self._running = self._stopping = False
             asyncio._set_running_loop(before)
 
-    def run_until_complete(self, future: Generator[Any, None, T] | Coroutine[Any, Any, T] | Any) -> T:
+    def run_until_complete(self, future: Generator[Any, None, T] | Awaitable[T]) -> T:
         """Run until ``future`` is done, and give its result."""
-        task: asyncio.Future[T] = asyncio.ensure_future(future, loop=self)
+        task: asyncio.Future[T] = asyncio.ensure_future(future, loop=self)  # type: ignore[arg-type]
         task.add_done_callback(self._stop_after)
         try:
             self.run_forever()
@@ -174,7 +174,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             self._now = max(self._now, timers[0][0])
         while timers and timers[0][0] <= self._now:
             handle = heapq.heappop(timers)[2]
-            handle._scheduled = False
+            handle._scheduled = False  # type: ignore[attr-defined]
             if not handle.cancelled():
                 self._ready.append(handle)
             else:
@@ -218,7 +218,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     ) -> asyncio.Task[T]:
         """A task of this loop."""
         self._check_open()
-        return asyncio.Task(coro, loop=self, name=name, context=context, **options)  # type: ignore[arg-type]
+        return asyncio.Task(coro, loop=self, name=name, context=context, **options)
 
     def get_debug(self) -> bool:
         """Never in debug mode."""

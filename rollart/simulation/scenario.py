@@ -199,7 +199,7 @@ def _faults(rng: random.Random, config: Config) -> list[Fault]:
     return sorted(faults, key=lambda fault: fault.at_s)
 
 
-OF_ROLE = {
+OF_ROLE: dict[str, list[FaultKind]] = {
     "inference": [kind for kind in FaultKind if kind is not FaultKind.NAN],
     "environment": [
         kind
