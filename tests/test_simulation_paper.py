@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import statistics
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from benchmarks import schedules
 from rollart.errors import ConfigError
+from rollart.simulation import workload
 from rollart.simulation.cluster import Cluster, Pool, cluster_setup
 from rollart.simulation.hardware import QWEN3_32B
 from rollart.simulation.paper import (
@@ -98,3 +100,8 @@ def test_a_config_that_does_not_fit_the_cluster_is_refused() -> None:
         cluster_setup(paper_cluster("Qwen3-8B", "rollart", h20=16), config, FAMILIES)
     with pytest.raises(ConfigError, match="has no workload model"):
         cluster_setup(cluster, config, {})
+
+
+def test_the_page_of_models_has_the_workload_as_it_is() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "simulation-models.md").read_text()
+    assert workload.table() in page

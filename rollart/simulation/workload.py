@@ -172,3 +172,29 @@ FAMILIES: dict[str, Family] = {
 }
 """The paper's five families: turns as it gives them, the rest assumed, SWE-bench so that the paper's clean step
 comes out (a test)."""
+
+
+def table() -> str:
+    """The families as a Markdown table: medians, and what they are cut to."""
+    lines = [
+        "| family | turns | first prompt | observation | answer | reset s | step s | reward s | success |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, family in FAMILIES.items():
+        drawn = (
+            family.turns,
+            family.prompt_tokens,
+            family.observation_tokens,
+            family.answer_tokens,
+            family.reset_s,
+            family.step_s,
+            family.reward_s,
+        )
+        lines.append(f"| {name} | {' | '.join(map(_short, drawn))} | {family.success:g} |")
+    return "\n".join(lines)
+
+
+def _short(distribution: Distribution) -> str:
+    if not distribution.sigma:
+        return f"{distribution.median:g}"
+    return f"{distribution.median:,g} (σ {distribution.sigma:g}, ≤ {distribution.high:,g})"
