@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import io
 from collections import defaultdict
+from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -17,11 +19,22 @@ from rollart.config import Config
 from rollart.controller import events
 from rollart.controller.staleness import bound_of
 from rollart.controller.trajectory import State
-from rollart.simulation.cluster import Cluster
+from rollart.simulation.engine_costs import StepCosts
 
-__all__ = ["Limits", "limits_of"]
+__all__ = ["Limits", "Resources", "limits_of"]
 
 ENVIRONMENT_STATES = (State.RESETTING, State.STEPPING, State.SCORING)
+
+
+class Resources(Protocol):
+    """What works."""
+
+    @property
+    def all_engine_costs(self) -> Sequence[StepCosts]:
+        """Of each engine."""
+
+    def train_step_s(self, lengths: Sequence[int]) -> float:
+        """Seconds of a train_step on sequences of these lengths."""
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -31,6 +44,8 @@ class Limits(msgspec.Struct, frozen=True):
     generation_s: float
     chain_s: float
     """Of the longest trajectory of a batch, the mean over batches."""
+    spread_s: float
+    """The same over the steps that it may take."""
     step_s: float
     """All of them together."""
 
@@ -51,7 +66,7 @@ class _Life:
         self.left_at = 0.0
 
 
-def limits_of(stream: bytes, cluster: Cluster, config: Config, *, first_step: int) -> Limits:
+def limits_of(stream: bytes, resources: Resources, config: Config, *, first_step: int) -> Limits:
     """Of the steps from ``first_step`` on, by a run's event ``stream``."""
     lives: dict[int, _Life] = defaultdict(_Life)
     batches: list[list[_Life]] = []
@@ -79,38 +94,34 @@ def limits_of(stream: bytes, cluster: Cluster, config: Config, *, first_step: in
                 batches.append(batch)
             case _:
                 pass
-    return _limits(batches, cluster, config)
+    return _limits(batches, resources, config)
 
 
-def _limits(batches: list[list[_Life]], cluster: Cluster, config: Config) -> Limits:
+def _limits(batches: list[list[_Life]], resources: Resources, config: Config) -> Limits:
     rollout = config.rollout
     lag = bound_of(rollout.schedule, rollout.staleness_bound, rollout.update_at).max_train_lag
     trainer = _mean(
-        [cluster.train_step_s([life.prefilled + life.sampled for life in batch]) for batch in batches]
+        [resources.train_step_s([life.prefilled + life.sampled for life in batch]) for batch in batches]
     )
-    fastest = min(cluster.engine_costs(pool).step_s(0, 0, 1, 0) for pool in cluster.generation)
+    fastest = min(costs.step_s(0, 0, 1, 0) for costs in resources.all_engine_costs)
     chain = _mean([max(life.environment_s + life.sampled * fastest for life in batch) for batch in batches])
-    generation = _mean([_generation_s(batch, cluster, config) for batch in batches])
-    if lag == 0:
-        step = trainer + max(generation, chain)
-    else:
-        spread = chain / (lag + 1) if lag is not None else 0.0
-        step = max(trainer, generation, spread)
-    return Limits(trainer, generation, chain, step)
+    generation = _mean([_generation_s(batch, resources, config) for batch in batches])
+    spread = 0.0 if lag is None else chain / (lag + 1)
+    step = trainer + max(generation, chain) if lag == 0 else max(trainer, generation, spread)
+    return Limits(trainer, generation, chain, spread, step)
 
 
-def _generation_s(batch: list[_Life], cluster: Cluster, config: Config) -> float:
+def _generation_s(batch: list[_Life], resources: Resources, config: Config) -> float:
     """Seconds of all pools for a batch's tokens: compute and memory traffic each at their own limit."""
     sampled = sum(life.sampled for life in batch)
     prefilled = sum(life.prefilled for life in batch)
     context = sum(life.contexts for life in batch) / max(1, sampled)
     rollout = config.rollout
     admitted = (rollout.staleness_bound + 1) * rollout.most_open_members
-    engines = cluster.engines
+    engines = resources.all_engine_costs
     seats = max(1, min(config.inference.max_num_seqs, admitted // len(engines)))
     decode_rate = compute_rate = 0.0
-    for pool in engines:
-        costs = cluster.engine_costs(pool)
+    for costs in engines:
         at_once = max(1, min(seats, int(costs.kv_capacity / max(1.0, context))))
         decode_rate += at_once / costs.step_s(0, 0, at_once, at_once * context)
         compute_rate += 8192 / costs.step_s(8192, 0, 0, 0)

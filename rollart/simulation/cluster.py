@@ -81,6 +81,11 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
         """The pool of each engine, in the order of the inference workers."""
         return [pool for pool in self.generation for _ in range(pool.engines)]
 
+    @property
+    def all_engine_costs(self) -> list[EngineCosts]:
+        """Of each engine, in the order of the inference workers."""
+        return [costs for pool in self.generation for costs in [self.engine_costs(pool)] * pool.engines]
+
     def engine_costs(self, pool: Pool) -> EngineCosts:
         """What a step of an engine of ``pool`` costs."""
         return EngineCosts(pool.hardware, self.model, tensor_parallel=pool.tensor_parallel)

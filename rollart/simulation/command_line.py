@@ -1,4 +1,4 @@
-"""The simulator's command line: ``fuzz``."""
+"""The simulator's command line: ``fuzz``, ``calibrate`` and ``plan``."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ from typing import TextIO
 
 import msgspec
 
+from rollart.errors import RollArtError
+from rollart.simulation import planner_commands
 from rollart.simulation.fuzz import Report, Verdict, fuzz
 from rollart.simulation.scenario import draw_scenario
 
 __all__ = ["main"]
+
+
+PROGRESS_EVERY = 200
 
 
 class _Parser(argparse.ArgumentParser):
@@ -29,8 +34,14 @@ def main(arguments: list[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     _add_fuzz(commands)
+    planner_commands.add_calibrate(commands)
+    planner_commands.add_plan(commands)
     options = parser.parse_args(arguments)
-    return int(options.run(options, sys.stdout))
+    try:
+        return int(options.run(options, sys.stdout))
+    except RollArtError as error:
+        sys.stderr.write(f"error: {str(error).splitlines()[0]}\n")
+        return error.exit_code
 
 
 def _add_fuzz(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -87,12 +98,16 @@ def _fuzz(options: argparse.Namespace, out: TextIO) -> int:
     if wrong := _check_faults(options):
         sys.stderr.write(f"python -m rollart.simulation fuzz: {wrong}\n")
         return 2
-    report = Report()
+    report, done = Report(), 0
     for found in fuzz(options.seeds, jobs=options.jobs, shuffle=not options.no_shuffle, kept=options.faults):
         if isinstance(found, Report):
             report = found
-        elif isinstance(found, Verdict) and found.wrong:
-            out.write(f"seed {found.seed} fails: {found.wrong[0]}\n")
+        elif isinstance(found, Verdict):
+            done += 1
+            if found.wrong:
+                out.write(f"seed {found.seed} fails: {found.wrong[0]}\n")
+            if done % PROGRESS_EVERY == 0 and done < len(options.seeds):
+                out.write(f"{done} of {len(options.seeds)} seeds\n")
             out.flush()
     for failure in report.failed:
         out.write(f"\nseed {failure.seed}: {'; '.join(failure.schedule) or 'no faults'}\n")
