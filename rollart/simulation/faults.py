@@ -105,9 +105,8 @@ class Injector:
         if kind is FaultKind.DOUBLE:
             return [frames, frames]
         if kind is FaultKind.GARBLE:
-            damaged = bytearray(frames[0])
-            damaged[self._rng.randrange(len(damaged))] ^= 1 << self._rng.randrange(8)
-            return [[bytes(damaged), *frames[1:]]]
+            # Cut short, it never decodes.  Damage that would is not for the controller to see: CURVE signs each frame.
+            return [[frames[0][: self._rng.randrange(len(frames[0]))], *frames[1:]]]
         return []
 
     def _happen(self, fault: Fault) -> None:
