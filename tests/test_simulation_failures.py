@@ -194,7 +194,9 @@ def test_all_producers_dead_ends_the_run_with_the_cause() -> None:
 
 def test_one_bad_trajectory_reaches_no_other() -> None:
     """9: one bad trajectory in some hundred ended a run."""
-    result = outcome(setup_of(steps=12, rollout={"retries": 0}), Fault(12.0, FaultKind.FAIL, "environment-0", 1.0))
+    result = outcome(
+        setup_of(steps=12, rollout={"retries": 0}), Fault(12.0, FaultKind.FAIL, "environment-0", 1.0)
+    )
     assert result.outcome == "success"
     assert ends(result)["env_error"] == 1
 
