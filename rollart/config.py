@@ -29,8 +29,10 @@ __all__ = [
     "UpdateAt",
 ]
 
-PositiveInt = Annotated[int, Meta(ge=1)]
-NonNegativeInt = Annotated[int, Meta(ge=0)]
+MAX_INT = 2**53
+"""The largest integer that every reader of the config can hold."""
+PositiveInt = Annotated[int, Meta(ge=1, le=MAX_INT)]
+NonNegativeInt = Annotated[int, Meta(ge=0, le=MAX_INT)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -78,7 +80,7 @@ class MixedVersions(enum.StrEnum):
 class RandomModel(Section, frozen=True, kw_only=True):
     """A Qwen3 of this shape with weights drawn from ``seed``, and a tokenizer with one token a character."""
 
-    seed: int = 0
+    seed: NonNegativeInt = 0
     hidden_size: PositiveInt = 64
     intermediate_size: PositiveInt = 128
     num_hidden_layers: PositiveInt = 2
@@ -132,7 +134,8 @@ class Task(Section, frozen=True, kw_only=True):
 class Sampling(Section, frozen=True, kw_only=True):
     """How the engine samples; only what the trainer can reproduce exactly is accepted."""
 
-    temperature: PositiveFloat = 1.0
+    temperature: Annotated[float, Meta(ge=0.01, le=2)] = 1.0
+    """vLLM's range: it raises a lower one to 0.01."""
     max_tokens: PositiveInt = 1
     """Tokens an answer (one turn) has at most."""
     allowed_token_ids: list[int | str] = []
@@ -318,11 +321,11 @@ class Evaluation(Section, frozen=True, kw_only=True):
 class Config(Section, frozen=True, kw_only=True):
     """A run."""
 
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=100)]
     """Names the run folder, ``runs/NAME``."""
     run_dir: str | None = None
     """The run folder, instead of ``runs/NAME``."""
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Seeds the order of tasks and the environments."""
     steps: PositiveInt
     """train_steps the run makes."""
@@ -359,6 +362,11 @@ class Config(Section, frozen=True, kw_only=True):
                 f"inference.max_model_len ({self.inference.max_model_len})"
             )
 
+        if self.trainer.minibatches > self.rollout.groups_per_batch:
+            raise ValueError(
+                f"trainer.minibatches ({self.trainer.minibatches}) must be at most rollout.groups_per_batch "
+                f"({self.rollout.groups_per_batch}): a minibatch is a share of the groups"
+            )
         places = self.environments.workers * self.environments.max_sessions
         if self.rollout.schedule is Schedule.SYNC and places < self.rollout.most_open_members:
             raise ValueError(

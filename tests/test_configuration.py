@@ -72,13 +72,23 @@ MISTAKES = [
     ("rollout.group_size=1", "rollout.group_size: expected `int` >= 2 (it is 1)"),
     ("rollout.staleness_bound=-1", "rollout.staleness_bound: expected `int` >= 0 (it is -1)"),
     ("rollout.staleness_bound=0", "rollout: staleness_bound 0 can't exist with update_at: batch"),
-    ("rollout.update_at=never", "rollout.update_at: invalid enum value 'never'"),
+    ("rollout.update_at=never", "rollout.update_at: 'never' is not one of batch, publish"),
+    ("rollout.schedule=one_of", "'one_of' is not one of rollart, sync, one_off, areal; did you mean one_off?"),
+    ("rollout.schedule=sync", "rollout: schedule sync is defined with update_at: publish; it is batch here"),
+    ("sampling.temperature=0.005", "sampling.temperature: expected `float` >= 0.01"),
+    ("sampling.temperature=3", "sampling.temperature: expected `float` <= 2"),
+    ("inference.canary_tolerance=.inf", "inference.canary_tolerance: must be a finite number"),
+    ("tasks.0.options.hole_probability=.nan", "tasks.0.options.hole_probability: must be a finite number"),
+    ("seed=99999999999999999999999999", "seed: expected `int`"),
+    ("model.random.seed=-1", "model.random.seed: expected `int` >= 0"),
+    ("steps=99999999999999999999", "steps: expected `int`"),
+    ("trainer.minibatches=1000", "trainer.minibatches (1000) must be at most rollout.groups_per_batch (8)"),
     ("rollout.min_group=9", "min_group (9) must be at most group_size (8)"),
     ("rollout.max_filtered_groups=9", "max_filtered_groups does nothing without filter_groups: true"),
     ("evaluation.every=9", "evaluation: every does nothing while episodes is 0"),
     ("trainer.keep_checkpoints=3", "trainer: keep_checkpoints does nothing while checkpoint_every is 0"),
     ("trainer.warmup_optimizer_steps=2", "must be below the run's 2 optimiser steps"),
-    ("sampling.temperature=0", "sampling.temperature: expected `float` > 0.0 (it is 0)"),
+    ("sampling.temperature=0", "sampling.temperature: expected `float` >= 0.01 (it is 0)"),
     ("sampling.max_tokens=512", "sampling.max_tokens (512) leaves no room"),
     ("sampling.allowed_token_ids=[Left]", "vocabulary has no token 'Left'"),
     ("sampling.allowed_token_ids=[12345]", "sampling.allowed_token_ids.0: token id 12345 is outside the vocabulary"),
@@ -179,7 +189,11 @@ def test_dry_run_prints_config_and_placement_and_starts_nothing(
     good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for words in (["run", str(good), "--dry-run"], [str(good), "inference.workers=2", "--dry-run"]):
+    for words in (
+        ["run", str(good), "--dry-run"],
+        [str(good), "inference.workers=2", "--dry-run"],
+        [str(good), "inference.workers=3", "--dry-run", "inference.workers=2"],
+    ):
         assert main(words) == 0
         printed = capsys.readouterr().out
         assert yaml.safe_load(printed)["name"] == "good"
@@ -214,3 +228,8 @@ def test_the_control_plane_starts_without_torch_and_fast() -> None:
         script = f"{code}\nassert not {heavy} & set(sys.modules), {heavy} & set(sys.modules)"
         result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stderr
+
+
+def test_evaluations_need_a_place_beside_training(good: Path) -> None:
+    with pytest.raises(ConfigError, match="leaves no place for evaluations beside training"):
+        load_config(good, ["environments.max_sessions=1", "evaluation.episodes=3"])

@@ -19,6 +19,7 @@ import pytest
 
 from rollart.config import Config, RandomModel
 from rollart.controller.configuration import load_config
+from rollart.controller.preflight import check_environments
 from rollart.environments import Environment, Turn, Unavailable
 from rollart.environments.frozen_lake import MOVES, FrozenLake, solvable
 from rollart.environments.letters import Letters
@@ -595,3 +596,40 @@ def user_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     yield tmp_path
     for name in ("users_coin", "users_broken", "users_exit"):
         sys.modules.pop(name, None)
+
+
+# --- the check before a run -----------------------------------------------------------------------------------
+
+
+def checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, **settings: object) -> None:
+    (tmp_path / "checked_task.py").write_text(
+        f"import os, time\nfrom rollart.environments import Environment\n{body}"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    raw = {
+        "name": "checked",
+        "steps": 1,
+        "model": {"random": {}},
+        "tasks": [{"name": "t", "environment": "checked_task:Task"}],
+        **settings,
+    }
+    check_environments(msgspec.convert(raw, Config))
+
+
+def test_an_environment_may_print_while_it_is_imported_and_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = "print('noise')\nclass Task(Environment):\n    def __init__(self): os.write(1, b'more noise')\n"
+    checked(tmp_path, monkeypatch, body)
+
+
+def test_an_environment_that_ends_the_process_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="exit code 9"):
+        checked(tmp_path, monkeypatch, "os._exit(9)")
+
+
+def test_an_environment_that_hangs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="longer than start_timeout_s=2"):
+        checked(tmp_path, monkeypatch, "time.sleep(100)", start_timeout_s=2.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,7 +26,12 @@ def main(arguments: Sequence[str]) -> int:
     words = list(arguments)
     if words and words[0] not in COMMANDS and words[0] not in ("-h", "--help"):
         words.insert(0, "run")
-    options = parser.parse_args(words)
+    options, rest = parser.parse_known_args(words)
+    wrong = [word for word in rest if word.startswith("-") or "=" not in word]
+    if wrong:
+        parser.error(f"unrecognized arguments: {' '.join(wrong)}")
+    if rest:  # argparse takes no more words after an option
+        options.overrides = [*options.overrides, *rest]
     if "command" not in options:
         parser.print_help()
         return ConfigError.exit_code
@@ -37,6 +43,9 @@ def main(arguments: Sequence[str]) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -83,6 +92,7 @@ def _run(options: argparse.Namespace) -> int:
         placement = ResourceManager(config).explain()
         sys.stdout.write(f"{to_yaml(config)}\n# run folder: {folder.path}\n# placement:\n")
         sys.stdout.writelines(f"#   {line}\n" for line in placement.splitlines())
+        sys.stdout.flush()
         return 0
     preflight.check_packages()
     return _start(config, folder)

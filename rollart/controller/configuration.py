@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -75,13 +76,13 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[object, object]:
 _Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """The run that the file at ``path`` and the ``key=value`` overrides describe.
 
     ``ConfigError`` names the key's path and the nearest right name.  Token names in ``sampling`` are ids
     afterwards.
     """
-    raw = _parse(path)
+    raw = _parse(Path(path))
     for override in overrides:
         _override(raw, override)
     config = _convert(raw)
@@ -159,10 +160,26 @@ def _index(items: list[Any], part: str, path: str) -> int:
 
 def _convert(raw: dict[str, Any]) -> Config:
     _refuse_sampling(raw.get("sampling"))
+    for path, number in _numbers(raw, ""):
+        if not math.isfinite(number):
+            raise ConfigError(f"{path}: must be a finite number (it is {number})")
     try:
         return msgspec.convert(raw, Config)
     except msgspec.ValidationError as error:
         raise ConfigError(_sentence(str(error), raw)) from None
+
+
+def _numbers(raw: object, path: str) -> Iterator[tuple[str, float]]:
+    """Every float, with its key's path."""
+    if isinstance(raw, float):
+        yield path, raw
+    entries: Iterable[tuple[object, object]] = ()
+    if isinstance(raw, dict):
+        entries = raw.items()
+    elif isinstance(raw, list):
+        entries = enumerate(raw)
+    for key, value in entries:
+        yield from _numbers(value, f"{path}.{key}" if path else str(key))
 
 
 def _refuse_sampling(sampling: object) -> None:
@@ -189,6 +206,11 @@ def _sentence(message: str, raw: dict[str, Any]) -> str:
         full = f"{path}.{missing[1]}" if path else missing[1]
         return f"{full}: this setting is required"
     value = _value_at(raw, path)
+    if text.startswith("Invalid enum value") and isinstance(value, str):
+        possible = _values_at(path)
+        close = difflib.get_close_matches(value, possible, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        return f"{path}: {value!r} is not one of {', '.join(possible)}{hint}"
     given = f" (it is {value!r})" if path and not isinstance(value, dict | list) else ""
     return f"{path or 'config'}: {text[:1].lower()}{text[1:]}{given}"
 
@@ -225,6 +247,17 @@ def _fields_at(path: str) -> list[str]:
         if not part.isdigit():
             struct = dict(_structs(struct))[part]
     return [field.name for field in msgspec.structs.fields(struct)]
+
+
+def _values_at(path: str) -> list[str]:
+    """The values of the enum at ``path``."""
+    parent, _, name = path.rpartition(".")
+    struct: Any = Config
+    for part in filter(None, parent.split(".")):
+        if not part.isdigit():
+            struct = dict(_structs(struct))[part]
+    (field,) = (field for field in msgspec.structs.fields(struct) if field.name == name)
+    return [str(value) for value in field.type]
 
 
 def _structs(struct: type[msgspec.Struct]) -> Iterator[tuple[str, type[msgspec.Struct]]]:

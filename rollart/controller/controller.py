@@ -135,8 +135,8 @@ class Controller:
     def interrupt(self) -> None:
         """End the run in order, as a person's Ctrl-C does; the second call ends the workers at once."""
         if not self._end.done():
-            self._progress.say("stopping; press Ctrl-C again to stop at once")
             self._end.set_result(Outcome.INTERRUPTED)
+            self._progress.say("stopping; press Ctrl-C again to stop at once")
         else:
             self._launcher.kill()
 
@@ -149,8 +149,8 @@ class Controller:
 
     def _end_with(self, error: BaseException) -> None:
         if not self._end.done():
-            self._progress.say(f"the run fails: {error}")
             self._end.set_exception(error)
+            self._progress.say(f"the run fails: {error}")
 
     # --- start ----------------------------------------------------------------------------------------
 
@@ -314,6 +314,8 @@ class Controller:
             self._exiting.append(later(GOODBYE_PATIENCE_S, self.switchboard.lose, link, str(exit)))
         elif self.loop is None:
             self._losses.fatal(exit.placement.name, str(exit))
+        elif exit.code:  # its connection broke before its process was seen to end
+            self._progress.say(str(exit))
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """An exception that nobody awaits: never swallowed."""
@@ -333,7 +335,7 @@ class Controller:
         self._losses.cancel()
         for timer in self._exiting:
             timer.cancel()
-        if outcome is Outcome.INTERRUPTED and self.loop is not None:
+        if outcome is not Outcome.SUCCESS and self.loop is not None and self.switchboard.of(Role.TRAINER):
             self._progress.say(await self.loop.salvage(SALVAGE_PATIENCE_S))
         with _recorded("ending the trajectories"):
             self.rollout.close(Reason.SHUTDOWN)

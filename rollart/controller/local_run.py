@@ -22,7 +22,7 @@ __all__ = ["run_locally"]
 
 
 async def run_locally(config: Config, folder: RunFolder, *, stream: TextIO) -> Outcome:
-    """Run ``config`` in ``folder``, with progress on ``stream``; SIGINT and SIGTERM end it in order.
+    """Run ``config`` in ``folder``, with progress on ``stream``; SIGINT, SIGTERM and SIGHUP end it in order.
 
     ``RunError`` with the first cause when the run fails, ``ConfigError`` when the folder can't be made.
     """
@@ -58,7 +58,7 @@ def _launch_in(folder: RunFolder) -> Callable[[Callable[[WorkerExit], None]], Lo
 @contextlib.contextmanager
 def _signals(interrupt: Callable[[], None]) -> Iterator[None]:
     loop = asyncio.get_running_loop()
-    signals = (signal.SIGINT, signal.SIGTERM)
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     for signum in signals:
         loop.add_signal_handler(signum, interrupt)
     try:

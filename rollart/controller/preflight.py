@@ -25,8 +25,8 @@ def check_packages() -> None:
     missing = [f"{name} (for {who})" for name, who in needs.items() if not _found(name)]
     if missing:
         raise ConfigError(
-            f"these packages are not installed: {', '.join(missing)}. Install them with pip install 'rollart[cpu]', "
-            "or 'rollart[gpu]' on a machine with GPUs (the README says how to get torch's CPU build)"
+            f"these packages are not installed: {', '.join(missing)}. `make demo` installs all of them without a GPU; "
+            "with GPUs install rollart[gpu], without make what requirements/cpu.lock lists, with pip's --no-deps"
         )
 
 
@@ -42,9 +42,18 @@ def check_environments(config: Config) -> None:
     # In a process of its own: an environment's module may import anything, and this process stays small.
     command = [sys.executable, "-m", "rollart.environments.check"]
     tasks = msgspec.json.encode(config.tasks)
-    result = subprocess.run(command, input=tasks, capture_output=True, check=False)
+    try:
+        result = subprocess.run(
+            command, input=tasks, capture_output=True, check=False, timeout=config.start_timeout_s
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"tasks: importing and making the environments took longer than start_timeout_s={config.start_timeout_s:g}"
+        ) from None
     said = result.stdout.decode(errors="replace").strip().splitlines()
     if result.returncode:
-        said = result.stderr.decode(errors="replace").strip().splitlines()
+        said = result.stderr.decode(errors="replace").strip().splitlines() or [
+            f"an environment's code ended the process that tried it, with exit code {result.returncode}"
+        ]
     if said:
         raise ConfigError(f"tasks: {said[-1]}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import shutil
 from collections import deque
@@ -9,6 +10,8 @@ from collections.abc import Mapping
 from typing import TextIO
 
 __all__ = ["Progress"]
+
+logger = logging.getLogger(__name__)
 
 RECENT = 20
 
@@ -21,13 +24,14 @@ class Progress:
         self._steps = steps
         self._live = stream.isatty()
         self._shown = 0
+        self._gone = False
+        """Nobody reads the stream any more."""
         self._success: deque[float] = deque(maxlen=RECENT)
         self._seconds: deque[float] = deque(maxlen=RECENT)
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        self._stream.write(f"\r{text:<{self._shown}}\n" if self._shown else f"{text}\n")
-        self._stream.flush()
+        self._write(f"\r{text:<{self._shown}}\n" if self._shown else f"{text}\n")
         self._shown = 0
 
     def step(self, row: Mapping[str, float | int | str | None], live: Mapping[str, int]) -> None:
@@ -42,7 +46,7 @@ class Progress:
             f" success {float(row['success_rate'] or 0):.2f} (last {len(self._success)}: {mean(self._success):.2f})"
             f"{evaluated}"
             f" staleness {row['staleness_max']} lag {row['train_lag_max']}"
-            f" gap {_short(row.get('logprob_gap_mean'))}"
+            f" gap {_short(row.get('logprob_gap_mean'))}{_troubles(row)}"
             f" {float(row['tokens_per_second'] or 0):,.0f} tok/s"
             f" {float(row['step_seconds'] or 0):.2f} s"
             f" [{in_states(live)}]"
@@ -53,9 +57,29 @@ class Progress:
         """What goes on right now; shown on a terminal only, until the next line."""
         if self._live:
             text = text[: shutil.get_terminal_size().columns - 1]
-            self._stream.write(f"\r{text:<{self._shown}}")
-            self._stream.flush()
+            self._write(f"\r{text:<{self._shown}}")
             self._shown = len(text)
+
+    def _write(self, text: str) -> None:
+        """A run goes on, and ends in order, without anybody who reads: a closed pipe, a full disk."""
+        if self._gone:
+            return
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except UnicodeEncodeError:
+            self._stream.write(text.encode("ascii", "backslashreplace").decode())
+        except (OSError, ValueError) as error:  # ValueError: the file was closed
+            self._gone = True
+            logger.warning("progress can't be shown any more: %s", error)
+
+
+def _troubles(row: Mapping[str, float | int | str | None]) -> str:
+    """What a person must not miss: a skipped step, episodes that failed."""
+    failed = sum(int(count or 0) for name, count in row.items() if name.startswith("failed_"))
+    return (f" SKIPPED ({row['skipped']})" if row.get("skipped") else "") + (
+        f" {failed} failed" if failed else ""
+    )
 
 
 def _short(number: float | int | str | None) -> str:

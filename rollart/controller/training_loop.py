@@ -74,6 +74,7 @@ class TrainingLoop:
         self._file = MetricsFile(folder.open_metrics())
         self._publishing: asyncio.Task[None] | None = None
         self._skipped_in_a_row = 0
+        self._gap_told = False
         self._step = 0
         self.doing = "starting"
         """What the loop does now, for people."""
@@ -182,10 +183,21 @@ class TrainingLoop:
             )
         )
         self._heed_skips(trained)
+        self._heed_gap(trained)
         if not trained.skipped:
             await self._publish(trained.version)
         self._rollout.review()
         return trained
+
+    def _heed_gap(self, trained: Trained) -> None:
+        """Say it, once, when trainer and engines don't mean the same distribution."""
+        gap, tolerance = trained.metrics.get("logprob_gap_mean", 0.0), self._config.inference.tolerance
+        if gap > tolerance and not self._gap_told:
+            self._gap_told = True
+            self._progress.say(
+                f"warning: in step {self._step} the trainer's log-probabilities differ from the engines' by {gap:.2g} "
+                f"nats on average (tolerance {tolerance:g}): they don't mean the same distribution"
+            )
 
     def _heed_skips(self, trained: Trained) -> None:
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if trained.skipped else 0
@@ -248,14 +260,14 @@ class TrainingLoop:
         await self._call(SaveCheckpoint(self._switchboard.next_seq(), str(path), keep), Done)
 
     async def salvage(self, timeout_s: float) -> str:
-        """Of an interrupted run, save what the trainer can save so quickly; what came of it, in a sentence."""
+        """Of a run that ends early, save what the trainer can save so quickly; what came of it, in a sentence."""
         export = Export(self._switchboard.next_seq(), str(self._folder.weights))
         try:
             async with asyncio.timeout(timeout_s):
                 await self._call(export, Done)
                 await self.save()
         except (RunError, TimeoutError) as error:
-            return f"the weights of the interrupted run could not be saved: {str(error) or 'the trainer is busy'}"
+            return f"the weights could not be saved: {str(error) or 'the trainer is busy'}"
         return f"saved the weights after {self._step} train_steps"
 
     async def _call(

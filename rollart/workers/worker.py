@@ -76,6 +76,7 @@ class Worker:
         self._heard = 0.0
         self._closed = False
         self._exit_code = 0
+        self._why = "failed"
         self._ordered = False
 
     # --- what a role fills in -------------------------------------------------------------------------
@@ -105,8 +106,10 @@ class Worker:
         self._data = self._dialer.dial("data", self.name, self._on_data)
         try:
             await self._serve_until_end(loop)
-        except Exception:  # the boundary of a worker: recorded, and told by the exit code
+        except Exception as error:  # the boundary of a worker: recorded, and told
             logger.exception("worker %s failed", self.name)
+            said = str(error).splitlines() or [""]
+            self._why = f"failed: {type(error).__name__}: {said[0]}"
             self._exit_code = 1
         finally:
             await self._close()
@@ -195,7 +198,7 @@ class Worker:
             await self.teardown()
         except Exception:  # the boundary of teardown: whatever breaks there, the sockets still close
             logger.exception("worker %s: teardown failed", self.name)
-        reason = self._end.result() if self._end.done() else "failed"
+        reason = self._end.result() if self._end.done() else self._why
         self._control.send([encode(Goodbye(reason))])
         self._control.close(linger_ms=500)
         self._data.close(linger_ms=0)
