@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 
 from rollart import __version__
+from rollart.controller.resource_manager import role_and_number
 from rollart.simulation.bound import limits_of
 from rollart.simulation.cluster import Cluster, cluster_setup
 from rollart.simulation.paper import ASSUMPTIONS, SCHEDULES, paper_cluster, paper_config
@@ -97,7 +98,7 @@ def _figures(result: Result, cluster: Cluster) -> Row:
     idle: dict[str, list[float]] = {}
     for worker in result.workers:
         if worker.role == "inference":
-            pool = cluster.engines[int(worker.name.rpartition("-")[2])]
+            pool = cluster.engines[role_and_number(worker.name)[1]]
             served_s = result.seconds - cluster.timings.start_s
             idle.setdefault(f"idle_{pool.hardware_class}", []).append(1 - worker.engine.busy_s / served_s)
     return {

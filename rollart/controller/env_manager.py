@@ -139,10 +139,9 @@ class EnvManager:
         A worker whose requests fail counts as busier with each failure in a row, so that one that fails at
         once does not draw every episode.
         """
-        kept = self._places_for_evaluation if kind is Kind.TRAIN else lambda capacity: 0
         while True:
             workers = self._switchboard.of(Role.ENVIRONMENT)
-            free = [w for w in workers if w.sessions < w.capacity - kept(w.capacity)]
+            free = [w for w in workers if w.sessions < self._places(w, kind)]
             elsewhere = [worker for worker in free if worker is not failed_at]
             if free:
                 return min(elsewhere or free, key=lambda w: w.sessions + FAILURE_WEIGHT * w.failures_in_a_row)
@@ -150,8 +149,11 @@ class EnvManager:
                 self._place_free = asyncio.get_running_loop().create_future()
             await asyncio.shield(self._place_free)
 
-    def _places_for_evaluation(self, capacity: int) -> int:
-        return max(1, capacity // EVALUATION_SHARE) if self._config.evaluation.episodes else 0
+    def _places(self, worker: Link, kind: Kind) -> int:
+        """How many episodes may be on ``worker`` when one of ``kind`` joins them."""
+        if kind is Kind.EVAL or not self._config.evaluation.episodes:
+            return worker.capacity
+        return worker.capacity - max(1, worker.capacity // EVALUATION_SHARE)
 
     async def _generate(self, trajectory: Trajectory) -> Next:
         try:

@@ -64,11 +64,10 @@ class Progress:
         """A run goes on, and ends in order, without anybody who reads: a closed pipe, a full disk."""
         if self._gone:
             return
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
         try:
-            self._stream.write(text)
+            self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
             self._stream.flush()
-        except UnicodeEncodeError:
-            self._stream.write(text.encode("ascii", "backslashreplace").decode())
         except (OSError, ValueError) as error:  # ValueError: the file was closed
             self._gone = True
             logger.warning("progress can't be shown any more: %s", error)

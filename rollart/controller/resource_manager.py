@@ -6,7 +6,7 @@ from rollart.config import Config
 from rollart.launch.local import Placement
 from rollart.protocol import Role
 
-__all__ = ["ResourceManager"]
+__all__ = ["ResourceManager", "role_and_number"]
 
 HARDWARE_CLASS = "CPU"
 
@@ -38,3 +38,9 @@ class ResourceManager:
             f"{p.environment['OMP_NUM_THREADS']} thread(s)"
             for p in self.placements()
         )
+
+
+def role_and_number(worker: str) -> tuple[Role, int]:
+    """What a placement's name says: the role, and which of its workers from 0."""
+    role, _, number = worker.rpartition("-")
+    return Role(role), int(number)

@@ -20,6 +20,7 @@ from rollart.controller import events
 from rollart.controller.staleness import bound_of
 from rollart.controller.trajectory import State
 from rollart.simulation.engine_costs import StepCosts
+from rollart.simulation.fitting import mean
 
 __all__ = ["Limits", "Resources", "limits_of"]
 
@@ -100,12 +101,12 @@ def limits_of(stream: bytes, resources: Resources, config: Config, *, first_step
 def _limits(batches: list[list[_Life]], resources: Resources, config: Config) -> Limits:
     rollout = config.rollout
     lag = bound_of(rollout.schedule, rollout.staleness_bound, rollout.update_at).max_train_lag
-    trainer = _mean(
+    trainer = mean(
         [resources.train_step_s([life.prefilled + life.sampled for life in batch]) for batch in batches]
     )
     fastest = min(costs.step_s(0, 0, 1, 0) for costs in resources.all_engine_costs)
-    chain = _mean([max(life.environment_s + life.sampled * fastest for life in batch) for batch in batches])
-    generation = _mean([_generation_s(batch, resources, config) for batch in batches])
+    chain = mean([max(life.environment_s + life.sampled * fastest for life in batch) for batch in batches])
+    generation = mean([_generation_s(batch, resources, config) for batch in batches])
     spread = 0.0 if lag is None else chain / (lag + 1)
     step = trainer + max(generation, chain) if lag == 0 else max(trainer, generation, spread)
     return Limits(trainer, generation, chain, spread, step)
@@ -126,7 +127,3 @@ def _generation_s(batch: list[_Life], resources: Resources, config: Config) -> f
         decode_rate += at_once / costs.step_s(0, 0, at_once, at_once * context)
         compute_rate += 8192 / costs.step_s(8192, 0, 0, 0)
     return max(sampled / decode_rate, (prefilled + sampled) / compute_rate)
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else 0.0

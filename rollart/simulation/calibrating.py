@@ -36,6 +36,7 @@ from rollart.simulation.calibration import (
 from rollart.simulation.fitting import (
     Measured,
     fit,
+    mean,
     mean_of,
     sample_of,
     shared_share,
@@ -336,7 +337,7 @@ class _Environments:
         for call in calls:
             grouped[call.task, call.state].append(call)
         self._own = {kind: self._calmest(members) for kind, members in grouped.items()}
-        acted_s = sum(_mean(self._own[kind]) * len(members) for kind, members in grouped.items())
+        acted_s = sum(mean(self._own[kind]) * len(members) for kind, members in grouped.items())
         environments = seen.config.environments
         self._share = min(
             1.0, self._possible_s(environments.workers * environments.threads) / max(acted_s, 1e-9)
@@ -432,15 +433,11 @@ def _summary(seen: Observed) -> _Summary:
     pauses = [s.suspend_s + s.update_s + s.resume_s for s in seen.swaps]
     return _Summary(
         step_s=statistics.fmean(seen.step_s[first:]),
-        answer_s=_mean(requests),
-        train_s=_mean(trains),
-        environment_s=_mean(calls),
-        pause_s=_mean(pauses),
+        answer_s=mean(requests),
+        train_s=mean(trains),
+        environment_s=mean(calls),
+        pause_s=mean(pauses),
     )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return statistics.fmean(values) if values else 0.0
 
 
 def _simulated(calibration: Calibration, config: Config) -> _Summary:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -15,8 +16,7 @@ import msgspec
 from rollart.config import Config, DType
 from rollart.errors import ConfigError
 from rollart.launch.local import Placement
-from rollart.packing import ID_BYTES
-from rollart.protocol import Role, TrainGroup
+from rollart.protocol import Role
 from rollart.simulation.engine import BatchingEngine
 from rollart.simulation.fitting import Measured, Sample, padded_tokens
 from rollart.simulation.hardware import GIB, ModelShape, dense_model
@@ -266,10 +266,6 @@ def calibrated_setup(
     def engine(placement: Placement) -> BatchingEngine:
         return kind(costs, max_requests=seats, token_budget=max(TOKEN_BUDGET, seats), max_steps=MAX_STEPS)
 
-    def step_s(groups: Sequence[TrainGroup]) -> float:
-        lengths = [len(sample.ids) // ID_BYTES for group in groups for sample in group.samples]
-        return train_step_s(calibration, config, replicas, lengths)
-
     return Setup(
         config=config,
         families={
@@ -285,7 +281,7 @@ def calibrated_setup(
             save_s=0.0,
         ),
         engine=engine,
-        step_s=step_s,
+        step_s=partial(train_step_s, calibration, config, replicas),
         delay=lambda worker, size: hop_s if worker.startswith(Role.ENVIRONMENT) else 0.0,
         sharing=Sharing(
             cores=cores or machine.cores,

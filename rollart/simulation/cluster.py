@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from rollart.config import Config
+from rollart.controller.resource_manager import role_and_number
 from rollart.errors import ConfigError
 from rollart.launch.local import Placement
-from rollart.packing import ID_BYTES
-from rollart.protocol import Role, TrainGroup
+from rollart.protocol import Role
 from rollart.simulation.engine import BatchingEngine, EngineCosts
-from rollart.simulation.hardware import HARDWARE, HardwareClass, ModelShape
+from rollart.simulation.hardware import ETHERNET_200, HARDWARE, HardwareClass, ModelShape
 from rollart.simulation.run import Setup
 from rollart.simulation.training import MODEL_FLOPS_UTILIZATION, Parallelism, TrainingCosts
 from rollart.simulation.workload import Family
@@ -22,8 +22,6 @@ __all__ = ["Cluster", "Pool", "cluster_setup"]
 
 LATENCY_S = {Role.INFERENCE: 0.0005, Role.TRAINER: 0.0005, Role.ENVIRONMENT: 0.002}
 """One way, between the controller and a worker; environments are in another cluster."""
-CONTROLLER_BYTES_PER_S = 200e9 / 8 * 0.7
-"""The controller's Ethernet."""
 
 
 class Pool(msgspec.Struct, frozen=True):
@@ -58,11 +56,10 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the peak that the trainer's own FLOPs get."""
 
     def __post_init__(self) -> None:
+        for name in (self.trainer_class, *(pool.hardware_class for pool in self.generation)):
+            if name not in HARDWARE:
+                raise ConfigError(f"hardware class {name!r} is not one of {', '.join(HARDWARE)}")
         for pool in self.generation:
-            if pool.hardware_class not in HARDWARE:
-                raise ConfigError(
-                    f"hardware class {pool.hardware_class!r} is not one of {', '.join(HARDWARE)}"
-                )
             if pool.gpus < 1 or pool.tensor_parallel < 1 or pool.gpus % pool.tensor_parallel:
                 raise ConfigError(
                     f"{pool.gpus} {pool.hardware_class} can't be divided into engines of {pool.tensor_parallel}"
@@ -105,35 +102,30 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
 
 def cluster_setup(cluster: Cluster, config: Config, families: Mapping[str, Family]) -> Setup:
     """The simulation of ``config`` on ``cluster``; ``ConfigError`` when the two don't fit together."""
-    engines = cluster.engines
-    if config.inference.workers != len(engines):
+    costs = cluster.all_engine_costs
+    if config.inference.workers != len(costs):
         raise ConfigError(
-            f"inference.workers is {config.inference.workers}, the pools make {len(engines)} engines"
+            f"inference.workers is {config.inference.workers}, the pools make {len(costs)} engines"
         )
     unknown = [task.name for task in config.tasks if task.name not in families]
     if unknown:
         raise ConfigError(f"task {unknown[0]!r} has no workload model; there are {', '.join(families)}")
 
     def engine(placement: Placement) -> BatchingEngine:
-        pool = engines[int(placement.name.rpartition("-")[2])]
-        return BatchingEngine(cluster.engine_costs(pool), max_requests=config.inference.max_num_seqs)
-
-    def step_s(groups: Sequence[TrainGroup]) -> float:
-        return cluster.train_step_s([len(s.ids) // ID_BYTES for group in groups for s in group.samples])
+        _, number = role_and_number(placement.name)
+        return BatchingEngine(costs[number], max_requests=config.inference.max_num_seqs)
 
     return Setup(
         config=config,
         families=families,
         timings=cluster.timings,
         engine=engine,
-        step_s=step_s,
-        delay=_delay(),
+        step_s=cluster.train_step_s,
+        delay=_delay_s,
     )
 
 
-def _delay() -> Callable[[str, int], float]:
-    def delay(worker: str, size: int) -> float:
-        role = Role(worker.rpartition("-")[0])
-        return LATENCY_S[role] + size / CONTROLLER_BYTES_PER_S
-
-    return delay
+def _delay_s(worker: str, size: int) -> float:
+    """Over the controller's Ethernet."""
+    role, _ = role_and_number(worker)
+    return LATENCY_S[role] + ETHERNET_200.seconds(size)

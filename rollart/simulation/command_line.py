@@ -12,7 +12,7 @@ import msgspec
 
 from rollart.errors import RollArtError
 from rollart.simulation import planner_commands
-from rollart.simulation.fuzz import Report, Verdict, fuzz
+from rollart.simulation.fuzz import Report, fuzz
 from rollart.simulation.scenario import draw_scenario
 
 __all__ = ["main"]
@@ -102,7 +102,7 @@ def _fuzz(options: argparse.Namespace, out: TextIO) -> int:
     for found in fuzz(options.seeds, jobs=options.jobs, shuffle=not options.no_shuffle, kept=options.faults):
         if isinstance(found, Report):
             report = found
-        elif isinstance(found, Verdict):
+        else:
             done += 1
             if found.wrong:
                 out.write(f"seed {found.seed} fails: {found.wrong[0]}\n")

@@ -21,6 +21,7 @@ __all__ = [
     "Measured",
     "Sample",
     "fit",
+    "mean",
     "mean_of",
     "padded_tokens",
     "sample_of",
@@ -68,6 +69,11 @@ class Empirical(Distribution, frozen=True):
         low = int(at)
         high = min(low + 1, len(self.quantiles) - 1)
         return self.quantiles[low] + (at - low) * (self.quantiles[high] - self.quantiles[low])
+
+
+def mean(values: Sequence[float]) -> float:
+    """0 for none."""
+    return statistics.fmean(values) if values else 0.0
 
 
 def mean_of(values: Sequence[float], missing: float = 0.0) -> Measured:

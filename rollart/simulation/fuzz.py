@@ -12,11 +12,9 @@ import multiprocessing
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import msgspec
 
-from rollart.simulation.faults import Fault
 from rollart.simulation.run import Result, simulate
 from rollart.simulation.scenario import Scenario, draw_scenario
 
@@ -133,7 +131,7 @@ def shrink(seed: int, *, shuffle: bool = True) -> Failure:
 
 def fuzz(
     seeds: range, *, jobs: int, shuffle: bool = True, kept: Sequence[int] | None = None
-) -> Iterator[Any]:
+) -> Iterator[Verdict | Report]:
     """Run all ``seeds`` in ``jobs`` processes; yields each ``Verdict`` as it comes and, last, the ``Report``."""
     started = time.perf_counter()
     report = Report()
@@ -169,8 +167,3 @@ def _verdicts(seeds: range, jobs: int, shuffle: bool, kept: Sequence[int] | None
 
 def _run_chunk(seeds: range, shuffle: bool) -> list[Verdict]:
     return [run_seed(seed, shuffle=shuffle) for seed in seeds]
-
-
-def describe(fault_list: Sequence[Fault]) -> str:
-    """The schedule in one line."""
-    return "; ".join(map(str, fault_list)) or "no faults"

@@ -61,8 +61,6 @@ class SimInference(Worker):
         self.engine = engine
         self.version = -1
         """What it runs."""
-        self._told = -1
-        """The newest version it was told of."""
         self._world = world
         self._pulled = -1
         self._suspended = False
@@ -147,8 +145,6 @@ class SimInference(Worker):
         versions = [*request.versions, *([VersionRun(request.version, rest)] if rest else [])]
         truth = self._world.truth
         ids = truth.sample(request.session, versions) if truth else bytes(ID_BYTES * finished.tokens)
-        if self._world.of(self.name).lies_about_version:
-            versions = [VersionRun(self._told, finished.tokens)]
         logprobs = LOGPROB * finished.tokens if message.temperature else b""
         reason = "stop" if finished.tokens == request.wanted else "length"
         return Generated(message.seq, ids, logprobs, versions, reason, finished.cached)
@@ -163,7 +159,6 @@ class SimInference(Worker):
         await self._world.compute(
             f"{self.name}/load", self._world.timings.load_s * ailments.slowdown, self._threads
         )
-        self._told = message.version
         self._advance()  # what was complete when the engine came to rest is the old version's
         if not ailments.keeps_old_weights:
             for seq, request in self._requests.items():

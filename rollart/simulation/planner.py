@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from rollart.controller.resource_manager import role_and_number
 from rollart.errors import RunError
 from rollart.protocol import Role
 from rollart.simulation.bound import Limits, limits_of
@@ -133,7 +134,8 @@ def _idle(site: Site, result: Result, rows: list[dict[str, Any]], span: float) -
     acted = 0.0
     for worker in result.workers:
         if isinstance(worker, SimInference):
-            pools[site.pools[int(worker.name.rpartition("-")[2])]].append(1 - worker.engine.busy_s / served)
+            _, number = role_and_number(worker.name)
+            pools[site.pools[number]].append(1 - worker.engine.busy_s / served)
         elif worker.role == Role.ENVIRONMENT:
             acted += worker.busy_s
     for name, shares in pools.items():

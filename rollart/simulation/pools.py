@@ -11,7 +11,7 @@ from rollart.config import Config
 from rollart.errors import ConfigError
 from rollart.simulation.calibration import shape_of
 from rollart.simulation.cluster import Cluster, Pool
-from rollart.simulation.hardware import HARDWARE, MODELS, ModelShape
+from rollart.simulation.hardware import MODELS, ModelShape
 from rollart.simulation.site import PoolSite
 from rollart.simulation.training import MODEL_FLOPS_UTILIZATION, Parallelism
 from rollart.simulation.workload import FAMILIES
@@ -84,8 +84,6 @@ def pool_site(pools: Pools, config: Config) -> PoolSite:
     if unknown:
         raise ConfigError(f"there is no workload family {unknown[0]!r}; there are {', '.join(FAMILIES)}")
     trainer, weights = pools.trainer, pools.weights
-    if trainer.hardware_class not in HARDWARE:
-        raise ConfigError(f"hardware class {trainer.hardware_class!r} is not one of {', '.join(HARDWARE)}")
     if min(trainer.tensor, trainer.pipeline, trainer.data) < 1:
         raise ConfigError("the trainer's tensor, pipeline and data must each be at least 1")
     size = model.weight_bytes

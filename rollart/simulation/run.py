@@ -19,7 +19,7 @@ from rollart.controller.progress import Progress
 from rollart.controller.trajectory import Trajectory
 from rollart.errors import InvariantError, RunError
 from rollart.launch.local import Placement, WorkerExit
-from rollart.protocol import Role, TrainGroup
+from rollart.protocol import Role
 from rollart.simulation.engine import BatchingEngine
 from rollart.simulation.environment import SimEnvironment
 from rollart.simulation.faults import Fault, Injector
@@ -50,8 +50,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     timings: Timings
     engine: Callable[[Placement], BatchingEngine]
     """The engine of an inference worker."""
-    step_s: Callable[[Sequence[TrainGroup]], float]
-    """Seconds of a train_step on these groups."""
+    step_s: Callable[[Sequence[int]], float]
+    """Seconds of a train_step on sequences of these lengths."""
     delay: Callable[[str, int], float]
     """(worker, bytes) → seconds that a message takes."""
     sharing: Sharing | None = None

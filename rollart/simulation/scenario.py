@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from rollart.config import Config
 from rollart.launch.local import Placement
-from rollart.protocol import TrainGroup
 from rollart.simulation.engine import BatchingEngine, EngineCosts
 from rollart.simulation.faults import Fault, FaultKind
 from rollart.simulation.hardware import CPU, dense_model
@@ -99,9 +97,6 @@ def draw_scenario(seed: int) -> Scenario:
         small.capacity = kv_tokens
         return small
 
-    def step_s(groups: Sequence[TrainGroup]) -> float:
-        return train_s
-
     def delay(worker: str, size: int) -> float:
         return latency_s * (1 + jitter.random())
 
@@ -113,7 +108,12 @@ def draw_scenario(seed: int) -> Scenario:
         save_s=rng.choice([0.0, 1.0]),
     )
     setup = Setup(
-        config=config, families=families, timings=timings, engine=engine, step_s=step_s, delay=delay
+        config=config,
+        families=families,
+        timings=timings,
+        engine=engine,
+        step_s=lambda lengths: train_s,
+        delay=delay,
     )
     return Scenario(setup, _faults(rng, config))
 

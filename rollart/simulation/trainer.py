@@ -12,6 +12,7 @@ from typing import ClassVar
 
 import msgspec
 
+from rollart.packing import ID_BYTES
 from rollart.protocol import (
     Collect,
     Done,
@@ -48,9 +49,9 @@ class SimTrainer(Worker):
         name: str,
         hardware_class: str,
         world: World,
-        step_s: Callable[[list[TrainGroup]], float],
+        step_s: Callable[[Sequence[int]], float],
     ) -> None:
-        """``step_s(groups)``: seconds of a train_step on them."""
+        """``step_s(lengths)``: seconds of a train_step on sequences of these lengths."""
         super().__init__(dialer, name=name, hardware_class=hardware_class)
         self.busy_s = 0.0
         self._world = world
@@ -93,7 +94,8 @@ class SimTrainer(Worker):
             raise Deterministic(f"it has version {self._version}, not {request.version}")
         groups = [_decoder.decode(frame) for frame in payload]
         ailments = self._world.of(self.name)
-        seconds = self._step_s(groups) * ailments.slowdown
+        lengths = [len(sample.ids) // ID_BYTES for group in groups for sample in group.samples]
+        seconds = self._step_s(lengths) * ailments.slowdown
         started, sharing = asyncio.get_running_loop().time(), self._world.sharing
         await self._world.compute(self.name, seconds, sharing.trainer_threads if sharing else 1)
         self.busy_s += asyncio.get_running_loop().time() - started

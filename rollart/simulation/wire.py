@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from rollart.protocol import (
+    Cancel,
     Done,
     Generate,
     Hello,
@@ -67,7 +68,8 @@ class WireRules:
             case _:
                 pass
         if direction == TO_WORKER and (sent := getattr(message, "seq", None)) is not None:
-            if sent <= self._last_seq and type(message).__name__ != "Cancel":
+            if isinstance(message, Cancel):  # it names the request that it cancels
+                return
+            if sent <= self._last_seq:
                 self.violations.append(f"sequence id {sent} was used again")
-            if type(message).__name__ != "Cancel":
-                self._last_seq = max(self._last_seq, sent)
+            self._last_seq = max(self._last_seq, sent)

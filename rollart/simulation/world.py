@@ -42,8 +42,6 @@ class Ailments(msgspec.Struct):
     """So many pulls from now on fail."""
     keeps_old_weights: bool = False
     """Updates report success and change nothing."""
-    lies_about_version: bool = False
-    """Stamps the newest version it knows of, whatever it runs."""
     failing_requests: int = 0
     """So many requests from now on fail as infrastructure does."""
     skips: int = 0
