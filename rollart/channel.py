@@ -2,7 +2,8 @@
 
 ZeroMQ's file descriptor is edge-triggered: it says only that something may have changed, and a send can eat
 the edge that announced a message.  So the socket is drained until it is empty on each edge and again after
-each send.  A drain gives the loop back after ``MAX_DRAIN`` messages, so that a flood never starves timers.
+each send.  A drain gives the loop back after it has begun ``MAX_DRAIN`` pieces of work, so that a flood never
+starves timers, and none of them waits for long.
 """
 
 from __future__ import annotations
@@ -12,15 +13,19 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-__all__ = ["Channel"]
+__all__ = ["Channel", "OnMessage"]
 
-MAX_DRAIN = 512
+MAX_DRAIN = 32
+OnMessage = Callable[[list[bytes]], int | None]
+"""Takes a message's frames, and says how many pieces of work it began, if not one."""
+# As plain numbers: pyzmq's flags are enums, whose every | is a call.
+NOBLOCK, MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
 class Channel:
     """Owns ``socket``: calls ``on_message(frames)`` for each message; ``send`` never blocks."""
 
-    def __init__(self, socket: zmq.Socket[bytes], on_message: Callable[[list[bytes]], None]) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], on_message: OnMessage) -> None:
         self._socket = socket
         self._on_message = on_message
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -34,10 +39,9 @@ class Channel:
 
     def send(self, frames: Sequence[bytes]) -> None:
         """Queue a message; ``zmq.ZMQError`` where the peer is unknown (EHOSTUNREACH) or its queue full (EAGAIN)."""
-        if len(frames) == 1:
-            self._socket.send(frames[0], zmq.NOBLOCK)
-        else:
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        for frame in frames[:-1]:
+            self._socket.send(frame, MORE)
+        self._socket.send(frames[-1], NOBLOCK)
         self._schedule()
 
     def close(self, *, linger_ms: int) -> None:
@@ -57,12 +61,14 @@ class Channel:
         if self._drain_soon is not None:
             self._drain_soon.cancel()
             self._drain_soon = None
-        for _ in range(MAX_DRAIN):
+        begun = 0
+        while begun < MAX_DRAIN:
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                frames = self._socket.recv_multipart(NOBLOCK)
             except zmq.Again:
                 return
-            self._on_message(frames)
+            pieces = self._on_message(frames)
+            begun += 1 if pieces is None else pieces
             if self._loop is None:  # closed by the callback
                 return
         self._schedule()

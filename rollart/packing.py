@@ -6,13 +6,16 @@ fifty times that.  ids are int32, log-probabilities float32, masks one byte a to
 
 from __future__ import annotations
 
+import math
 import sys
 from array import array
 from collections.abc import Iterable
 
-__all__ = ["ID_BYTES", "pack_floats", "pack_ids", "unpack_floats", "unpack_ids"]
+__all__ = ["ID_BYTES", "count_unsound", "pack_floats", "pack_ids", "unpack_floats", "unpack_ids"]
 
 ID_BYTES = 4
+_NEGATIVE = bytes(range(0x80, 0xFF))
+"""Highest bytes of the float32 that are negative and neither infinite, nor NaN, nor below -1.7e38."""
 
 
 def _pack(typecode: str, values: Iterable[int] | Iterable[float]) -> bytes:
@@ -48,3 +51,13 @@ def pack_floats(values: Iterable[float]) -> bytes:
 def unpack_floats(data: bytes | bytearray | memoryview) -> list[float]:
     """The float32 numbers in ``data``; ``ValueError`` when its length is no multiple of 4."""
     return list(_unpack("f", data))
+
+
+def count_unsound(logprobs: bytes) -> int:
+    """How many of the packed float32 can't be log-probabilities: not finite, or above 0.
+
+    Of what an engine answers nearly all have a highest byte that says enough, and no number is made of them.
+    """
+    if not logprobs[3::4].translate(None, _NEGATIVE):
+        return 0
+    return sum(not (math.isfinite(value) and value <= 0) for value in _unpack("f", logprobs))

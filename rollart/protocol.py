@@ -1,7 +1,8 @@
 """Every message on the wire between the controller and its workers.
 
-A message is one ZeroMQ frame of MessagePack (a msgspec tagged union), followed by payload frames where the
-docstring names them.  Bulk numbers travel packed (see ``rollart.packing``).  A request carries ``seq``; its
+A frame is a MessagePack array of messages (msgspec tagged unions): what a sender has to say at one time goes
+together.  A message with payload frames, where its docstring names them, is alone in its frame and they follow
+it.  Bulk numbers travel packed (see ``rollart.packing``).  A request carries ``seq``; its
 answer carries the same ``seq`` and is either the type named in the request's docstring or ``Failure``.
 
 Each worker holds two connections, so that control is never queued behind data: ``CONTROL`` carries the
@@ -11,11 +12,14 @@ training traffic.
 
 from __future__ import annotations
 
+import contextlib
 import enum
+from typing import TypeVar
 
 import msgspec
 
 __all__ = [
+    "FRAME_HEADER",
     "PROTOCOL_VERSION",
     "Attach",
     "Beat",
@@ -55,12 +59,19 @@ __all__ = [
     "Updated",
     "VersionRun",
     "Welcome",
+    "append",
     "decode_to_controller",
     "decode_to_worker",
     "encode",
+    "encode_group",
+    "salvage_to_controller",
+    "salvage_to_worker",
 ]
 
-PROTOCOL_VERSION = 1
+T = TypeVar("T")
+PROTOCOL_VERSION = 2
+FRAME_HEADER = b"\xdd\0\0\0\0"
+"""MessagePack's array with a 32-bit count, which is yet to be filled in (big-endian, from byte 1)."""
 
 
 class Role(enum.StrEnum):
@@ -442,20 +453,56 @@ ToController = (
 )
 
 _encoder = msgspec.msgpack.Encoder()
-_to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
-_to_controller: msgspec.msgpack.Decoder[ToController] = msgspec.msgpack.Decoder(ToController)
+_to_worker: msgspec.msgpack.Decoder[list[ToWorker]] = msgspec.msgpack.Decoder(list[ToWorker])
+_to_controller: msgspec.msgpack.Decoder[list[ToController]] = msgspec.msgpack.Decoder(list[ToController])
+_one_to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+_one_to_controller: msgspec.msgpack.Decoder[ToController] = msgspec.msgpack.Decoder(ToController)
+_parts: msgspec.msgpack.Decoder[list[msgspec.Raw]] = msgspec.msgpack.Decoder(list[msgspec.Raw])
 
 
-def encode(message: msgspec.Struct) -> bytes:
+def encode(*messages: Message) -> bytes:
     """One frame."""
-    return _encoder.encode(message)
+    return _encoder.encode(messages)
 
 
-def decode_to_worker(frame: bytes) -> ToWorker:
-    """The message in ``frame``; ``msgspec.DecodeError`` when it is none."""
+def append(message: Message, frame: bytearray) -> None:
+    """Put ``message`` at the end of a frame that begins with ``FRAME_HEADER``."""
+    _encoder.encode_into(message, frame, -1)
+
+
+def encode_group(group: TrainGroup) -> bytes:
+    """A payload frame of ``TrainStep``."""
+    return _encoder.encode(group)
+
+
+def decode_to_worker(frame: bytes) -> list[ToWorker]:
+    """The messages in ``frame``; ``msgspec.DecodeError`` when one of them is none."""
     return _to_worker.decode(frame)
 
 
-def decode_to_controller(frame: bytes) -> ToController:
-    """The message in ``frame``; ``msgspec.DecodeError`` when it is none."""
+def decode_to_controller(frame: bytes) -> list[ToController]:
+    """The messages in ``frame``; ``msgspec.DecodeError`` when one of them is none."""
     return _to_controller.decode(frame)
+
+
+def salvage_to_worker(frame: bytes) -> tuple[list[ToWorker], int]:
+    """Of a frame that did not decode: the messages in it that do, and how many don't (a torn frame counts as one)."""
+    return _salvage(frame, _one_to_worker)
+
+
+def salvage_to_controller(frame: bytes) -> tuple[list[ToController], int]:
+    """As ``salvage_to_worker``, of the other direction."""
+    return _salvage(frame, _one_to_controller)
+
+
+def _salvage(frame: bytes, decoder: msgspec.msgpack.Decoder[T]) -> tuple[list[T], int]:
+    """What one message has wrong costs none of those that share its frame."""
+    try:
+        parts = _parts.decode(frame)
+    except msgspec.DecodeError:
+        return [], 1
+    found: list[T] = []
+    for part in parts:
+        with contextlib.suppress(msgspec.DecodeError):
+            found.append(decoder.decode(part))
+    return found, max(1, len(parts) - len(found))

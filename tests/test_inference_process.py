@@ -119,9 +119,8 @@ class Controller:
             assert self.socket.poll(max(0, int((deadline - time.monotonic()) * 1000))), (
                 f"no {expect.__name__} within {timeout_s:g} s, only {self.waiting}"
             )
-            message = decode_to_controller(self.socket.recv_multipart()[1])
-            if not isinstance(message, Beat):
-                self.waiting.append(message)
+            messages = decode_to_controller(self.socket.recv_multipart()[1])
+            self.waiting += [message for message in messages if not isinstance(message, Beat)]
 
     def call(self, kind: str, message: Message, expect: type[Answer]) -> Answer:
         self.send(kind, message)

@@ -114,7 +114,7 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, str, Any]]:
         def tap(direction: str, worker: str, frames: Sequence[bytes]) -> None:
             if direction == TO_WORKER:
                 now = run_module.asyncio.get_running_loop().time()
-                found.append((now, worker, decode_to_worker(frames[0])))
+                found.extend((now, worker, message) for message in decode_to_worker(frames[0]))
 
         self.taps.append(tap)
 

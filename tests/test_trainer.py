@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3Config
 from rollart.config import Algorithm, Config, Decay, DType, MixedVersions, Rollout, Sampling
 from rollart.config import Trainer as TrainerConfig
 from rollart.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
-from rollart.protocol import VersionRun, encode
+from rollart.protocol import VersionRun, encode_group
 from rollart.workers.megatron.architecture import Architecture, UnsupportedModel
 from rollart.workers.megatron.batch import Refusal
 from rollart.workers.megatron.checkpoint import CheckpointError, remove_older
@@ -216,7 +216,7 @@ def test_a_decaying_rate_reaches_zero_with_the_run(make: Make, folder: Path) -> 
     groups = make_groups(reference_model(folder), config, groups=2)
     rates = [
         trainer.train_step(
-            step_id=number, version=number, verify_share=0.0, frames=[encode(group) for group in groups]
+            step_id=number, version=number, verify_share=0.0, frames=[encode_group(group) for group in groups]
         ).metrics["learning_rate"]
         for number in range(4)
     ]

@@ -72,15 +72,19 @@ class Controller:
         )
         self.beats: list[float] = []
         self.messages: list[Message] = []
+        self.waiting: list[Message] = []
 
     def receive(self, timeout_s: float) -> Message:
         """The next message but beats, whose times are noted."""
         end = time.monotonic() + timeout_s
-        while self.router.poll(max(0, int(1000 * (end - time.monotonic())))):
-            message = decode_to_controller(self.router.recv_multipart()[1])
-            if not isinstance(message, Beat):
-                return message
-            self.beats.append(time.monotonic())
+        while self.waiting or self.router.poll(max(0, int(1000 * (end - time.monotonic())))):
+            if self.waiting:
+                return self.waiting.pop(0)
+            for message in decode_to_controller(self.router.recv_multipart()[1]):
+                if isinstance(message, Beat):
+                    self.beats.append(time.monotonic())
+                else:
+                    self.waiting.append(message)
         raise TimeoutError(f"silent for {timeout_s} s: {(self.folder / 'log').read_text()[-2000:]}")
 
     def send(self, message: Message, payload: Sequence[bytes] = (), channel: str = "control") -> None:

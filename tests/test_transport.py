@@ -42,6 +42,7 @@ class Client:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], transport: ZmqTransport, name: str) -> None:
         self.name = name
+        self.heard: list[ToWorker] = []
         self.sockets = {kind: self.dial(context, transport, kind) for kind in ("control", "data")}
 
     def dial(
@@ -78,7 +79,9 @@ class Client:
         """The next message of that kind on the control connection."""
         while True:
             with contextlib.suppress(zmq.Again):
-                message = decode_to_worker(self.sockets["control"].recv(zmq.NOBLOCK))
+                self.heard += decode_to_worker(self.sockets["control"].recv(zmq.NOBLOCK))
+            while self.heard:
+                message = self.heard.pop(0)
                 if isinstance(message, kind):
                     return message
             await asyncio.sleep(0.002)

@@ -22,7 +22,7 @@ from transformers import (
 from rollart.config import Algorithm, Config, Model, Rollout, Sampling, Task
 from rollart.config import Trainer as TrainerConfig
 from rollart.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
-from rollart.protocol import TrainGroup, TrainSample, VersionRun, encode
+from rollart.protocol import TrainGroup, TrainSample, VersionRun, encode_group
 
 VOCABULARY = 48
 ALLOWED = [5, 7, 11, 30]
@@ -163,7 +163,7 @@ def _sample(
 
 def frames_of(groups: Sequence[TrainGroup]) -> list[bytes]:
     """As they are on the wire."""
-    return [encode(group) for group in groups]
+    return [encode_group(group) for group in groups]
 
 
 def replaced(group: TrainGroup, member: int, **changes: Any) -> TrainGroup:

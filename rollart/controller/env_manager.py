@@ -7,6 +7,7 @@ classified here and become the trajectory's own state.  Only a bug of the contro
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Coroutine
 
 from rollart.config import Config, Schedule
@@ -23,6 +24,8 @@ __all__ = ["EnvManager"]
 
 EVALUATION_SHARE = 16
 """One in so many of a worker's places, and at least one, is kept for evaluations where there are any."""
+STARTS_AT_ONCE = 32
+"""Trajectories that get an owner in one turn of the event loop."""
 FAILURE_WEIGHT = 16
 """Episodes that a failure in a row counts for when a worker is chosen."""
 
@@ -51,10 +54,13 @@ class EnvManager:
         self._run = run
         self._on_sampled = on_sampled
         self._on_settled = on_settled
+        self._starting: deque[Trajectory] = deque()
+        self._start_soon = False
         self._episodes: dict[int, tuple[Link, str]] = {}
         """Each trajectory's open episode: at which worker, under which name."""
         self._pace: Pace = LockStep() if config.rollout.schedule is Schedule.SYNC else OwnPace()
-        self._place_free: asyncio.Future[None] | None = None
+        self._places_wanted: dict[Kind, deque[asyncio.Future[None]]] = {kind: deque() for kind in Kind}
+        self._timeouts = {task.name: (task.reset_timeout_s, task.step_timeout_s) for task in config.tasks}
         self._steps: dict[Next, Callable[[Trajectory], Coroutine[None, None, Next]]] = {
             Next.RESET: self._reset,
             Next.GENERATE: self._generate,
@@ -63,8 +69,26 @@ class EnvManager:
         }
 
     def start(self, trajectory: Trajectory) -> None:
-        """Give the PENDING trajectory an owner."""
+        """Give the PENDING trajectory an owner, soon: a new batch must not keep all others waiting."""
         self._pace.enter(trajectory)
+        self._starting.append(trajectory)
+        if not self._start_soon:
+            self._start_soon = True
+            asyncio.get_running_loop().call_soon(self._start_some)
+
+    def _start_some(self) -> None:
+        self._start_soon = False
+        for _ in range(min(STARTS_AT_ONCE, len(self._starting))):
+            trajectory = self._starting.popleft()
+            if trajectory.state.ended:
+                self._pace.leave(trajectory)
+            else:
+                self._give_owner(trajectory)
+        if self._starting:
+            self._start_soon = True
+            asyncio.get_running_loop().call_soon(self._start_some)
+
+    def _give_owner(self, trajectory: Trajectory) -> None:
         task = asyncio.get_running_loop().create_task(
             self._own(trajectory), name=f"trajectory {trajectory.id}"
         )
@@ -84,6 +108,7 @@ class EnvManager:
 
     async def close(self) -> None:
         """Stop every owner, and wait until each has ended."""
+        self._starting.clear()
         tasks = list(self.tasks.values())
         for task in tasks:
             task.cancel()
@@ -91,10 +116,22 @@ class EnvManager:
             await asyncio.wait(tasks)
 
     def workers_changed(self) -> None:
-        """An environment worker came, left or has a free place: who waits for one looks again."""
-        if self._place_free is not None and not self._place_free.done():
-            self._place_free.set_result(None)
-        self._place_free = None
+        """An environment worker came or left: who waits for a place looks again."""
+        for waiting in self._places_wanted.values():
+            for wanted in waiting:
+                if not wanted.done():
+                    wanted.set_result(None)
+            waiting.clear()
+
+    def _place_left(self) -> None:
+        """One place is free: the first of those that wait looks again, and not all of them."""
+        for kind in (Kind.EVAL, Kind.TRAIN):  # an evaluation may take any place
+            waiting = self._places_wanted[kind]
+            while waiting:
+                wanted = waiting.popleft()
+                if not wanted.done():
+                    wanted.set_result(None)
+                    return
 
     async def _own(self, trajectory: Trajectory) -> None:
         try:
@@ -126,9 +163,7 @@ class EnvManager:
             trajectory.seed,
             trajectory.kind.value,
         )
-        return await self._observe(
-            trajectory, link, request, self._config.task(trajectory.task).reset_timeout_s
-        )
+        return await self._observe(trajectory, link, request, self._timeouts[trajectory.task][0])
 
     async def _place(self, kind: Kind, failed_at: Link | None) -> Link:
         """The environment worker with the most room; another than ``failed_at`` if there is one.
@@ -145,9 +180,14 @@ class EnvManager:
             elsewhere = [worker for worker in free if worker is not failed_at]
             if free:
                 return min(elsewhere or free, key=lambda w: w.sessions + FAILURE_WEIGHT * w.failures_in_a_row)
-            if self._place_free is None:
-                self._place_free = asyncio.get_running_loop().create_future()
-            await asyncio.shield(self._place_free)
+            wanted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._places_wanted[kind].append(wanted)
+            try:
+                await wanted
+            except asyncio.CancelledError:
+                if not wanted.cancelled():  # it was told of a place that another can take now
+                    self._place_left()
+                raise
 
     def _places(self, worker: Link, kind: Kind) -> int:
         """How many episodes may be on ``worker`` when one of ``kind`` joins them."""
@@ -168,9 +208,7 @@ class EnvManager:
     async def _step(self, trajectory: Trajectory) -> Next:
         link, session = self._episodes[trajectory.id]
         request = Step(self._switchboard.next_seq(), session, trajectory.answer)
-        return await self._observe(
-            trajectory, link, request, self._config.task(trajectory.task).step_timeout_s
-        )
+        return await self._observe(trajectory, link, request, self._timeouts[trajectory.task][1])
 
     async def _score(self, trajectory: Trajectory) -> Next:
         self._leave(trajectory)
@@ -204,5 +242,5 @@ class EnvManager:
             link.sessions -= 1
             if link.state is not LinkState.GONE:
                 self._switchboard.tell(link, Close(session))
-            self.workers_changed()
+            self._place_left()
         return link

@@ -1,9 +1,9 @@
 """The event stream: every transition of a run, in one file that metrics, tests and tools read.
 
-File format, version 1: the line ``RollArt events 1\\n``, then records.  A record is the payload's length and
-its CRC-32 (two little-endian uint32), then the payload, one MessagePack array: the event's type name, then
-its fields in the order of its class here.  Fields are only ever appended to a class.  Times ``t`` are seconds
-since the run began.  A torn last record (a killed writer) ends the stream.
+File format, version 2: the line ``RollArt events 2\\n``, then blocks.  A block is the payload's length and its
+CRC-32 (two little-endian uint32), then the payload, a MessagePack array of events.  An event is an array: its
+type name, then its fields in the order of its class here.  Fields are only ever appended to a class.  Times
+``t`` are seconds since the run began.  A torn last block (a killed writer) ends the stream.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ __all__ = [
     "read_events",
 ]
 
-HEADER = b"RollArt events 1\n"
-_RECORD = struct.Struct("<II")
+HEADER = b"RollArt events 2\n"
+_BLOCK = struct.Struct("<II")
+_ARRAY = b"\xdd\0\0\0\0"
+_COUNT = struct.Struct(">I")
 FLUSH_BYTES = 1 << 16
 
 
@@ -84,7 +86,8 @@ class Moved(_Event):
 
 
 class Sampled(_Event):
-    """The engine's answer of one turn: ``logprobs`` counts them, ``highest`` is the largest (≤ 0)."""
+    """The engine's answer of one turn: ``logprobs`` counts them, ``unsound`` those that are not
+    finite and ≤ 0."""
 
     trajectory: int
     attempt: int
@@ -94,7 +97,7 @@ class Sampled(_Event):
     """What the worker had acknowledged when the request was sent."""
     tokens: int
     logprobs: int
-    highest: float
+    unsound: int
     versions: list[VersionRun]
     finish_reason: str
     cached_tokens: int
@@ -205,7 +208,7 @@ Event = (
 )
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
+_decoder: msgspec.msgpack.Decoder[list[Event]] = msgspec.msgpack.Decoder(list[Event])
 
 
 class EventLog:
@@ -214,7 +217,9 @@ class EventLog:
     def __init__(self, file: BinaryIO) -> None:
         """``file`` is closed by ``close``."""
         self._file: BinaryIO | None = file
-        self._pending = bytearray(HEADER)
+        self._pending = bytearray(_ARRAY)
+        self._count = 0
+        file.write(HEADER)
         self._listeners: list[Callable[[Event], None]] = []
 
     def listen(self, listener: Callable[[Event], None]) -> None:
@@ -227,18 +232,21 @@ class EventLog:
             listener(event)
         if self._file is None:
             return
-        payload = _encoder.encode(event)
-        self._pending += _RECORD.pack(len(payload), zlib.crc32(payload))
-        self._pending += payload
+        _encoder.encode_into(event, self._pending, -1)
+        self._count += 1
         if len(self._pending) >= FLUSH_BYTES:
             self.flush()
 
     def flush(self) -> None:
         """Give what is pending to the operating system."""
-        if self._file is not None and self._pending:
-            self._file.write(self._pending)
-            self._file.flush()
-            self._pending.clear()
+        if self._file is None or not self._count:
+            return
+        payload = self._pending
+        _COUNT.pack_into(payload, 1, self._count)
+        self._file.write(_BLOCK.pack(len(payload), zlib.crc32(payload)))
+        self._file.write(payload)
+        self._file.flush()
+        self._pending, self._count = bytearray(_ARRAY), 0
 
     def close(self) -> None:
         """Flush and close."""
@@ -249,7 +257,7 @@ class EventLog:
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """The events of a run folder's ``events`` file; ``ValueError`` when it is none or a record is damaged."""
+    """The events of a run folder's ``events`` file; ``ValueError`` when it is none or a block is damaged."""
     with path.open("rb") as file:
         yield from parse_events(file, str(path))
 
@@ -257,12 +265,12 @@ def read_events(path: Path) -> Iterator[Event]:
 def parse_events(file: BinaryIO, name: str) -> Iterator[Event]:
     """The events in ``file``, which people know as ``name``; errors as of ``read_events``."""
     if file.read(len(HEADER)) != HEADER:
-        raise ValueError(f"{name} is no RollArt event stream of version 1")
-    while len(head := file.read(_RECORD.size)) == _RECORD.size:
-        length, checksum = _RECORD.unpack(head)
+        raise ValueError(f"{name} is no RollArt event stream of version 2")
+    while len(head := file.read(_BLOCK.size)) == _BLOCK.size:
+        length, checksum = _BLOCK.unpack(head)
         payload = file.read(length)
         if len(payload) < length:
             return
         if zlib.crc32(payload) != checksum:
-            raise ValueError(f"{name}: a record before byte {file.tell()} is damaged")
-        yield _decoder.decode(payload)
+            raise ValueError(f"{name}: a block before byte {file.tell()} is damaged")
+        yield from _decoder.decode(payload)

@@ -90,7 +90,7 @@ class Invariants:
         self._require(versions[-1] <= self._newest, f"{at}: version {versions[-1]} was never published")
         expected = 0 if self._kinds.get(event.trajectory) == Kind.EVAL else event.tokens
         self._require(event.logprobs == expected, f"{at}: {event.logprobs} log-probabilities, not {expected}")
-        self._require(event.highest <= 0, f"{at}: a log-probability of {event.highest}")
+        self._require(not event.unsound, f"{at}: {event.unsound} log-probabilities that are none")
         self._sampled[event.trajectory, event.attempt] += event.tokens
 
     def _shipped(self, event: events.Shipped) -> None:

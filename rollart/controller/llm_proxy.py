@@ -8,14 +8,13 @@ suspend until its new weights are verified.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable
 
 from rollart.config import Config
 from rollart.controller.routing import Candidate, choose
 from rollart.controller.switchboard import CallError, Link, Switchboard
 from rollart.controller.trajectory import Kind, Trajectory
-from rollart.packing import ID_BYTES, pack_ids, unpack_floats
+from rollart.packing import ID_BYTES, count_unsound, pack_ids
 from rollart.protocol import FailureKind, Generate, Generated
 
 __all__ = ["Answer", "Engine", "LLMProxy"]
@@ -42,15 +41,12 @@ class Engine:
 class Answer:
     """One turn's answer, checked, and where it came from."""
 
-    __slots__ = ("generated", "highest_logprob", "routed_version", "worker")
+    __slots__ = ("generated", "routed_version", "worker")
 
-    def __init__(
-        self, generated: Generated, worker: str, routed_version: int, highest_logprob: float
-    ) -> None:
+    def __init__(self, generated: Generated, worker: str, routed_version: int) -> None:
         self.generated = generated
         self.worker = worker
         self.routed_version = routed_version
-        self.highest_logprob = highest_logprob
 
 
 class LLMProxy:
@@ -61,6 +57,8 @@ class LLMProxy:
     ) -> None:
         """``lowest_version()`` is what the staleness bound still admits."""
         self.engines: dict[str, Engine] = {}
+        self._open: list[Candidate] = []
+        """Of the engines, those that requests may be sent to."""
         self.refused_answers = 0
         """Answers that could not be true."""
         self._switchboard = switchboard
@@ -80,22 +78,29 @@ class LLMProxy:
     def add(self, link: Link) -> Engine:
         """A worker joined; it stays closed until it has weights."""
         engine = self.engines[link.name] = Engine(link)
+        self._list_open()
         return engine
 
     def remove(self, name: str) -> None:
         """A worker is lost or taken out."""
         self.engines.pop(name, None)
+        self._list_open()
         self.changed()
 
     def open(self, engine: Engine, version: int) -> None:
         """The worker serves ``version``, verified."""
         engine.candidate.version = version
         engine.open = True
+        self._list_open()
         self.changed()
 
     def close(self, engine: Engine) -> None:
         """No request may be sent to the worker from now on."""
         engine.open = False
+        self._list_open()
+
+    def _list_open(self) -> None:
+        self._open = [engine.candidate for engine in self.engines.values() if engine.open]
 
     def changed(self) -> None:
         """Something that routing depends on changed: waiting requests look again."""
@@ -113,7 +118,7 @@ class LLMProxy:
         """
         avoid: str | None = None
         for tries_left in range(self._retries, -1, -1):
-            engine = await self._route(trajectory, avoid)
+            engine = self._choose(trajectory, avoid) or await self._wait_for_engine(trajectory, avoid)
             try:
                 return await self._ask(engine, trajectory)
             except CallError as error:
@@ -126,18 +131,20 @@ class LLMProxy:
         """The trajectory needs no more answers."""
         self._previous.pop(trajectory.id, None)
 
-    async def _route(self, trajectory: Trajectory, avoid: str | None) -> Engine:
+    def _choose(self, trajectory: Trajectory, avoid: str | None) -> Engine | None:
+        usable = self._open
+        if avoid is not None:
+            usable = [c for c in usable if c.name != avoid] or usable
+        name = choose(
+            usable,
+            lowest_version=max(trajectory.newest, self._lowest(trajectory)),
+            previous=self._previous.get(trajectory.id),
+            prompt_tokens=trajectory.tokens,
+        )
+        return None if name is None else self.engines[name]
+
+    async def _wait_for_engine(self, trajectory: Trajectory, avoid: str | None) -> Engine:
         while True:
-            usable = [e.candidate for e in self.engines.values() if e.open]
-            elsewhere = [c for c in usable if c.name != avoid]
-            name = choose(
-                elsewhere or usable,
-                lowest_version=max(trajectory.newest, self._lowest(trajectory)),
-                previous=self._previous.get(trajectory.id),
-                prompt_tokens=trajectory.tokens,
-            )
-            if name is not None:
-                return self.engines[name]
             if self._changed is None:
                 self._changed = asyncio.get_running_loop().create_future()
             self.waiting += 1
@@ -145,6 +152,9 @@ class LLMProxy:
                 await asyncio.shield(self._changed)
             finally:
                 self.waiting -= 1
+            engine = self._choose(trajectory, avoid)
+            if engine is not None:
+                return engine
 
     def _lowest(self, trajectory: Trajectory) -> int:
         """An evaluation is never trained on, so it is not bound by staleness."""
@@ -156,52 +166,58 @@ class LLMProxy:
         load = trajectory.tokens + max_tokens
         greedy = trajectory.kind is Kind.EVAL
         seq = self._switchboard.next_seq()
-        request = Generate(
-            seq=seq,
-            request_id=f"{trajectory.session}.{trajectory.turns}.{seq}",
-            prompt=bytes(trajectory.ids),
-            max_tokens=max_tokens,
-            temperature=0.0 if greedy else self._sampling.temperature,
-            allowed_token_ids=self._allowed,
-            stop_token_ids=self._stops,
-            ignore_eos=self._sampling.ignore_eos,
-            seed=None,
-        )
         self._previous[trajectory.id] = link.name
         engine.requests += 1
         engine.candidate.tokens += load
         try:
             generated = await self._switchboard.call(
-                link, request, Generated, timeout_s=self._inference.generate_timeout_s
+                link,
+                Generate(
+                    seq=seq,
+                    request_id=f"{trajectory.session}.{trajectory.turns}.{seq}",
+                    prompt=bytes(trajectory.ids),
+                    max_tokens=max_tokens,
+                    temperature=0.0 if greedy else self._sampling.temperature,
+                    allowed_token_ids=self._allowed,
+                    stop_token_ids=self._stops,
+                    ignore_eos=self._sampling.ignore_eos,
+                    seed=None,
+                ),
+                Generated,
+                timeout_s=self._inference.generate_timeout_s,
             )
         finally:
             engine.requests -= 1
             engine.candidate.tokens -= load
-        highest = self._check(generated, link, max_tokens, version, greedy=greedy)
-        return Answer(generated, link.name, version, highest)
+        self._check(generated, link, max_tokens, version, greedy=greedy)
+        return Answer(generated, link.name, version)
 
-    def _check(
-        self, generated: Generated, link: Link, max_tokens: int, routed: int, *, greedy: bool
-    ) -> float:
-        """The largest log-probability; ``CallError`` for an answer that can't be true."""
-        count, rest = divmod(len(generated.ids), ID_BYTES)
-        logprobs = unpack_floats(generated.logprobs) if len(generated.logprobs) % ID_BYTES == 0 else []
-        wrong = ""
-        if rest or not 1 <= count <= max_tokens:
-            wrong = f"{len(generated.ids)} bytes of ids for 1 to {max_tokens} tokens"
-        elif len(logprobs) != (0 if greedy else count):
-            wrong = f"{len(generated.logprobs)} bytes of log-probabilities for {count} tokens"
-        elif not math.isfinite(sum(logprobs)) or max(logprobs, default=0.0) > 0:
-            wrong = "a log-probability that is not finite and ≤ 0"
-        elif sum(run.count for run in generated.versions) != count or any(
-            r.count < 1 for r in generated.versions
-        ):
-            wrong = f"version runs {generated.versions} for {count} tokens"
-        elif generated.versions[0].version < routed:
-            wrong = (
-                f"tokens of version {generated.versions[0].version} from a worker that acknowledged {routed}"
-            )
+    def _check(self, generated: Generated, link: Link, max_tokens: int, routed: int, *, greedy: bool) -> None:
+        """``CallError`` for an answer that can't be true."""
+        wrong = _flaw(generated, max_tokens, routed, greedy=greedy)
         if wrong:
             self.refused_answers += 1
             raise CallError(FailureKind.INFRASTRUCTURE, f"{link.name} answered with {wrong}")
-        return max(logprobs, default=0.0)
+
+
+def _flaw(generated: Generated, max_tokens: int, routed: int, *, greedy: bool) -> str:
+    """What can't be true of an answer from a worker that acknowledged version ``routed``; empty when it can."""
+    count, rest = divmod(len(generated.ids), ID_BYTES)
+    if rest or not 1 <= count <= max_tokens:
+        return f"{len(generated.ids)} bytes of ids for 1 to {max_tokens} tokens"
+    if len(generated.logprobs) != (0 if greedy else ID_BYTES * count):
+        return f"{len(generated.logprobs)} bytes of log-probabilities for {count} tokens"
+    if count_unsound(generated.logprobs):
+        return "a log-probability that is not finite and ≤ 0"
+    before, counted = routed, 0
+    for run in generated.versions:
+        if run.version < before:
+            last = f"a worker that acknowledged {routed}" if before == routed else f"version {before}"
+            return f"tokens of version {run.version} after {last}"
+        if run.count < 1:
+            counted = -1
+            break
+        before, counted = run.version, counted + run.count
+    if counted != count:
+        return f"version runs {generated.versions} for {count} tokens"
+    return ""

@@ -68,6 +68,8 @@ class Metrics:
 
     def listen(self, event: events.Event) -> None:
         """An event of the stream."""
+        if type(event) is events.Moved:  # told by ``moved``, and by far the most
+            return
         match event:
             case events.Sampled():
                 self._step["tokens_sampled"] += event.tokens

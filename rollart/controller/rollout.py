@@ -7,6 +7,7 @@ stream of each transition.  Whatever may change what is admissible ends in ``rev
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 
 from rollart.config import Config, MixedVersions
 from rollart.controller import events
@@ -21,7 +22,7 @@ from rollart.controller.staleness import Bound, Versions
 from rollart.controller.switchboard import Switchboard
 from rollart.controller.task_source import TaskSource
 from rollart.controller.trajectory import Kind, Limits, Reason, State, Trajectory
-from rollart.packing import ID_BYTES
+from rollart.packing import ID_BYTES, count_unsound
 
 __all__ = ["Rollout"]
 
@@ -52,9 +53,18 @@ class Rollout:
         self._next_id = 0
         self._admitting = False
         self._batch_wanted: asyncio.Future[list[Group]] | None = None
-        self._batch: list[Group] = []
+        self.in_training: list[Group] = []
         """The groups of the batch that is in training."""
         self._eval: dict[int, Trajectory] = {}
+        self._limits = {
+            task.name: Limits(
+                max_turns=task.max_turns,
+                max_tokens=config.sampling.max_tokens,
+                context_tokens=config.inference.max_model_len,
+                retries=config.rollout.retries,
+            )
+            for task in config.tasks
+        }
         source = TaskSource(config.tasks, config.seed)
         self.buffer = SampleBuffer(
             _policy(config),
@@ -104,29 +114,36 @@ class Rollout:
             return
         groups = self.buffer.take_batch()
         if groups is not None:
-            self._batch = groups
+            self.in_training = groups
             self._batch_wanted.set_result(groups)
 
     def batch_trained(self, skipped: str) -> None:
         """The batch's train_step ended; ``skipped`` says why it was not applied, empty when it was."""
-        for trajectory in (t for group in self._batch for t in group.scored):
+        for trajectory in (t for group in self.in_training for t in group.scored):
             if skipped:
                 trajectory.fail(Reason.NAN, skipped)
             else:
                 trajectory.move(State.CONSUMED)
-        self._batch = []
+        self.in_training = []
 
     def close(self, reason: Reason) -> None:
         """Stop admitting and end every trajectory."""
         self._admitting = False
         self._carry_out(self.buffer.clear(reason))
-        for trajectory in (t for group in self._batch for t in group.scored):
+        for trajectory in (t for group in self.in_training for t in group.scored):
             trajectory.abort(reason)
-        self._batch = []
+        self.in_training = []
         for trajectory in list(self._eval.values()):
             if not trajectory.state.ended:
                 trajectory.abort(reason)
                 self.manager.stop(trajectory)
+
+    def cancel(self, trajectories: Iterable[Trajectory]) -> None:
+        """End trajectories in whatever stage they are in; their groups replace them as they would failed ones."""
+        for trajectory in trajectories:
+            if not trajectory.state.ended:
+                self.manager.stop(trajectory)
+                self._abort(trajectory, Reason.CANCELLED)
 
     # --- trajectories ---------------------------------------------------------------------------------
 
@@ -140,13 +157,6 @@ class Rollout:
         return trajectory
 
     def _make(self, kind: Kind, group: int, member: int, task: str, seed: int) -> Trajectory:
-        config = self._config
-        limits = Limits(
-            max_turns=config.task(task).max_turns,
-            max_tokens=config.sampling.max_tokens,
-            context_tokens=config.inference.max_model_len,
-            retries=config.rollout.retries,
-        )
         trajectory = Trajectory(
             id=self._next_id,
             group=group,
@@ -154,7 +164,7 @@ class Rollout:
             task=task,
             seed=seed,
             kind=kind,
-            limits=limits,
+            limits=self._limits[task],
             observer=self._moved,
         )
         self._next_id += 1
@@ -205,7 +215,7 @@ class Rollout:
                 answer.routed_version,
                 count,
                 len(generated.logprobs) // ID_BYTES,
-                answer.highest_logprob,
+                count_unsound(generated.logprobs),
                 generated.versions,
                 generated.finish_reason,
                 generated.cached_tokens,

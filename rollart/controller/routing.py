@@ -32,11 +32,20 @@ def choose(
     prefix in its cache: it is kept unless it has more to do than the least loaded one by over
     ``prompt_tokens``, what another worker would have to prefill again.
     """
-    usable = [c for c in candidates if c.version >= lowest_version]
-    if not usable:
+    least = kept = None
+    for candidate in candidates:
+        if candidate.version < lowest_version:
+            continue
+        if candidate.name == previous:
+            kept = candidate
+        if (
+            least is None
+            or candidate.tokens < least.tokens
+            or (candidate.tokens == least.tokens and candidate.name < least.name)
+        ):
+            least = candidate
+    if least is None:
         return None
-    least = min(usable, key=lambda c: (c.tokens, c.name))
-    for candidate in usable:
-        if candidate.name == previous and candidate.tokens <= least.tokens + prompt_tokens:
-            return candidate.name
+    if kept is not None and kept.tokens <= least.tokens + prompt_tokens:
+        return kept.name
     return least.name

@@ -119,6 +119,8 @@ class SampleBuffer:
         self._on_group_end = on_group_end
         self._next_group = 0
         self._filed = 0
+        self._swept = 0
+        """The floor of the last sweep; it falls when a step is skipped."""
 
     # --- admission ------------------------------------------------------------------------------------
 
@@ -165,6 +167,9 @@ class SampleBuffer:
         """Abort, in whatever stage, every trajectory that the bound bars from the next batch."""
         floor = self.bound.floor(self.versions)
         orders = Orders()
+        before, self._swept = self._swept, floor
+        if floor <= before:  # what was sampled since is looked at turn by turn
+            return orders
         for group in list(self.groups.values()):
             stale = [
                 t

@@ -15,8 +15,10 @@ from typing import TypeVar
 
 import msgspec
 
+from rollart.controller.deadlines import Deadlines
 from rollart.controller.run_context import RunContext
 from rollart.controller.transport import Transport, Unreachable
+from rollart.outbox import Outbox
 from rollart.protocol import (
     PROTOCOL_VERSION,
     Attach,
@@ -42,6 +44,7 @@ from rollart.protocol import (
     Welcome,
     decode_to_controller,
     encode,
+    salvage_to_controller,
 )
 
 __all__ = ["CallError", "Link", "LinkState", "Switchboard"]
@@ -49,7 +52,7 @@ __all__ = ["CallError", "Link", "LinkState", "Switchboard"]
 logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer", bound=Message)
-DATA_MESSAGES = (Generate, Reset, Step, Close, TrainStep, Publish)
+DATA_MESSAGES = frozenset({Generate, Reset, Step, Close, TrainStep, Publish})
 """What must keep its order goes one way: a Close after its Reset, a Publish between its train_steps."""
 
 
@@ -80,6 +83,8 @@ class Link:
     __slots__ = (
         "beat",
         "capacity",
+        "control",
+        "data",
         "facts",
         "failures_in_a_row",
         "hello",
@@ -89,8 +94,10 @@ class Link:
         "state",
     )
 
-    def __init__(self, hello: Hello, now: float) -> None:
+    def __init__(self, hello: Hello, now: float, *, control: Outbox, data: Outbox) -> None:
         self.hello = hello
+        self.control = control
+        self.data = data
         self.state = LinkState.JOINING
         self.last_heard = now
         self.capacity = 0
@@ -110,6 +117,20 @@ class Link:
     def role(self) -> Role:
         """What it does."""
         return self.hello.role
+
+
+class _Call:
+    """A request that waits for its answer; the request itself may be large, and is not kept."""
+
+    __slots__ = ("answer", "link", "request", "timeout_s")
+
+    def __init__(
+        self, answer: asyncio.Future[Message], link: Link, request: type[Message], timeout_s: float
+    ) -> None:
+        self.answer = answer
+        self.link = link
+        self.request = request
+        self.timeout_s = timeout_s
 
 
 class Switchboard:
@@ -135,7 +156,11 @@ class Switchboard:
         self._welcome = welcome
         self._run = run
         self._on_change = on_change
-        self._pending: dict[int, tuple[asyncio.Future[Message], Link]] = {}
+        self._pending: dict[int, _Call] = {}
+        self._by_identity: dict[bytes, Link] = {}
+        """Of both of its connections."""
+        self._loop = asyncio.get_running_loop()
+        self._deadlines = Deadlines(self._expire)
         self._attached: set[str] = set()
         """Names whose data connection is there."""
         self._last_seq = 0
@@ -153,6 +178,7 @@ class Switchboard:
             await asyncio.wait({self._beats})
         for link in list(self.links.values()):
             self.lose(link, "the run is over")
+        self._deadlines.close()
         self._transport.close()
 
     def of(self, role: Role) -> list[Link]:
@@ -183,51 +209,70 @@ class Switchboard:
         if link.state is LinkState.GONE:
             raise CallError(FailureKind.INFRASTRUCTURE, f"{link.name} is gone")
         seq: int = request.seq  # type: ignore[attr-defined]
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Message] = loop.create_future()
-        self._pending[seq] = (future, link)
-        timer = loop.call_later(timeout_s, self._expire, request, timeout_s)
+        asked = type(request)
+        future: asyncio.Future[Message] = self._loop.create_future()
+        self._pending[seq] = _Call(future, link, asked, timeout_s)
+        self._deadlines.set(seq, timeout_s)
         try:
             self.tell(link, request, payload)
+            del (
+                request,
+                payload,
+            )  # they are as large as a prompt or a batch, and this coroutine waits for long
             answer = await future
         except asyncio.CancelledError:
-            self._cancel(link, request)
+            self._cancel(link, asked, seq)
             raise
         finally:
-            timer.cancel()
+            self._deadlines.clear(seq, timeout_s)
             self._pending.pop(seq, None)
+        if type(answer) is expect:
+            return answer
         if isinstance(answer, Failure):
             raise CallError(answer.kind, f"{link.name}: {answer.message}")
-        if not isinstance(answer, expect):
-            raise CallError(
-                FailureKind.INFRASTRUCTURE,
-                f"{link.name} answered {type(request).__name__} with {type(answer).__name__}",
-            )
-        return answer
+        raise CallError(
+            FailureKind.INFRASTRUCTURE,
+            f"{link.name} answered {asked.__name__} with {type(answer).__name__}",
+        )
 
     def tell(self, link: Link, message: Message, payload: Sequence[bytes] = ()) -> None:
         """Send without an answer; a worker that can't be reached is lost."""
-        self._send(link, "data" if isinstance(message, DATA_MESSAGES) else "control", message, payload)
-
-    def _send(self, link: Link, connection: str, message: Message, payload: Sequence[bytes] = ()) -> None:
         if link.state is LinkState.GONE:
             return
-        try:
-            self._transport.send(f"{connection}:{link.name}".encode(), [encode(message), *payload])
-        except Unreachable as error:
-            self.lose(link, f"unreachable: {error}")
+        outbox = link.data if type(message) in DATA_MESSAGES else link.control
+        if payload:
+            outbox.add_with(message, payload)
+        else:
+            outbox.add(message)
 
-    def _cancel(self, link: Link, request: Message) -> None:
+    def _cancel(self, link: Link, asked: type[Message], seq: int) -> None:
         """Behind the request, on its own connection: a cancel that overtook it would find nothing."""
-        connection = "data" if isinstance(request, DATA_MESSAGES) else "control"
-        self._send(link, connection, Cancel(request.seq))  # type: ignore[attr-defined]
+        if link.state is not LinkState.GONE:
+            (link.data if asked in DATA_MESSAGES else link.control).add(Cancel(seq))
+
+    def _outbox(self, connection: str, name: str) -> Outbox:
+        identity = f"{connection}:{name}".encode()
+
+        def send(frames: list[bytes]) -> None:
+            link = self._by_identity.get(identity)
+            if link is None:
+                return
+            try:
+                self._transport.send(identity, frames)
+            except Unreachable as error:
+                self.lose(link, f"unreachable: {error}")
+
+        return Outbox(send)
 
     def lose(self, link: Link, reason: str) -> None:
         """Count ``link`` as gone, and fail its calls."""
         if link.state is LinkState.GONE:
             return
         link.state = LinkState.GONE
+        link.control.flush()  # it may have been told to end just now
         self.links.pop(link.name, None)
+        for identity in _identities(link.name):
+            self._by_identity.pop(identity, None)
         self._attached.discard(link.name)
         self._fail_calls(link, reason)
         self._on_change(link, reason)
@@ -238,26 +283,46 @@ class Switchboard:
             self.tell(link, Shutdown(reason))
 
     def _fail_calls(self, link: Link, reason: str) -> None:
-        for future, at in list(self._pending.values()):
-            if at is link and not future.done():
-                future.set_exception(CallError(FailureKind.INFRASTRUCTURE, f"{link.name} is lost: {reason}"))
+        for call in list(self._pending.values()):
+            if call.link is link and not call.answer.done():
+                said = f"{link.name} is lost: {reason}"
+                call.answer.set_exception(CallError(FailureKind.INFRASTRUCTURE, said))
 
-    def _expire(self, request: Message, timeout_s: float) -> None:
-        entry = self._pending.get(request.seq)  # type: ignore[attr-defined]
-        if entry is None or entry[0].done():
+    def _expire(self, seq: int) -> None:
+        call = self._pending.get(seq)
+        if call is None or call.answer.done():
             return
-        future, link = entry
-        said = f"{link.name} did not answer {type(request).__name__} within {timeout_s:g} s"
-        future.set_exception(CallError(FailureKind.TIMEOUT, said))
-        self._cancel(link, request)
+        said = f"{call.link.name} did not answer {call.request.__name__} within {call.timeout_s:g} s"
+        call.answer.set_exception(CallError(FailureKind.TIMEOUT, said))
+        self._cancel(call.link, call.request, seq)
 
     # --- what comes in --------------------------------------------------------------------------------
 
-    def _receive(self, identity: bytes, frames: list[bytes]) -> None:
+    def _receive(self, identity: bytes, frames: list[bytes]) -> int:
         try:
-            message = decode_to_controller(frames[0])
+            messages = decode_to_controller(frames[0])
         except msgspec.DecodeError:
-            self.refused_frames += 1
+            messages, refused = salvage_to_controller(frames[0])
+            self.refused_frames += refused
+        link = self._by_identity.get(identity)
+        if link is not None:
+            link.last_heard = self._loop.time()
+        for message in messages:
+            try:
+                self._heard(identity, message)
+            except (
+                Exception
+            ) as error:  # the boundary of a socket's callback, whose exceptions nobody else sees
+                self._run.bug(error)
+        return len(messages)
+
+    def _heard(self, identity: bytes, message: ToController) -> None:
+        if type(message) not in _NO_ANSWERS:
+            call = self._pending.get(message.seq)  # type: ignore[union-attr]
+            if call is not None and call.link is self._by_identity.get(identity) and not call.answer.done():
+                call.answer.set_result(message)
+            elif identity in self._by_identity:
+                self.late_answers += 1
             return
         if isinstance(message, Hello):
             self._greet(identity, message)
@@ -266,15 +331,10 @@ class Switchboard:
         if isinstance(message, Attach):
             self._attached.add(name)  # it may come before the hello, which takes the other connection
         link = self.links.get(name)
-        if link is None:
-            return
-        link.last_heard = asyncio.get_running_loop().time()
-        try:
-            self._heard(link, message)
-        except Exception as error:  # the boundary of a socket's callback, whose exceptions nobody else sees
-            self._run.bug(error)
+        if link is not None:
+            self._heard_of(link, message)
 
-    def _heard(self, link: Link, message: ToController) -> None:
+    def _heard_of(self, link: Link, message: ToController) -> None:
         match message:
             case Attach():
                 self._welcome_ready(link)
@@ -286,14 +346,8 @@ class Switchboard:
                 self._welcome_ready(link)
             case Goodbye(reason=reason):
                 self.lose(link, f"it left: {reason}")
-            case Hello():
-                pass  # it has been greeted
             case _:
-                entry = self._pending.get(message.seq)
-                if entry is None or entry[0].done() or entry[1] is not link:
-                    self.late_answers += 1
-                else:
-                    entry[0].set_result(message)
+                raise AssertionError(f"{type(message).__name__} is an answer")
 
     def _welcome_ready(self, link: Link) -> None:
         """A worker is ready when it says so and both of its connections are there."""
@@ -317,8 +371,12 @@ class Switchboard:
         if reason:
             logger.warning("refused worker %s: %s", hello.name, reason)
             return
-        link = Link(hello, asyncio.get_running_loop().time())
-        self.links[hello.name] = link
+        name = hello.name
+        link = Link(
+            hello, self._loop.time(), control=self._outbox("control", name), data=self._outbox("data", name)
+        )
+        self.links[name] = link
+        self._by_identity.update((identity, link) for identity in _identities(name))
         self._on_change(link, "")
 
     async def _beat(self) -> None:
@@ -328,7 +386,7 @@ class Switchboard:
             self._run.bug(error)
 
     async def _beat_for_ever(self) -> None:
-        loop = asyncio.get_running_loop()
+        loop = self._loop
         silence = self._welcome.controller_timeout_s
         while True:
             await asyncio.sleep(self._welcome.heartbeat_s)
@@ -337,3 +395,11 @@ class Switchboard:
                 # A joining worker may be deep in an engine's start; its start has a deadline of its own.
                 if link.state is LinkState.READY and loop.time() - link.last_heard > silence:
                     self.lose(link, f"silent for {silence:g} s")
+
+
+_NO_ANSWERS = frozenset({Hello, Attach, Ready, Beat, Goodbye})
+
+
+def _identities(name: str) -> tuple[bytes, bytes]:
+    """Of a worker's connections."""
+    return f"control:{name}".encode(), f"data:{name}".encode()

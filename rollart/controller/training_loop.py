@@ -32,7 +32,7 @@ from rollart.protocol import (
     Trained,
     TrainGroup,
     TrainStep,
-    encode,
+    encode_group,
 )
 
 __all__ = ["TrainingLoop"]
@@ -40,6 +40,7 @@ __all__ = ["TrainingLoop"]
 Answer = TypeVar("Answer", bound=Message)
 MAX_SKIPPED_IN_A_ROW = 3
 KEEP_CHECKPOINTS = 2
+GROUPS_AT_ONCE = 32
 
 
 class TrainingLoop:
@@ -160,7 +161,11 @@ class TrainingLoop:
     async def _train(self, groups: list[Group]) -> Trained:
         """train_step, and what it means for the trajectories."""
         versions, before = self._versions, self._versions.n
-        payload = [encode(TrainGroup(g.id, g.task, [t.sample() for t in g.scored])) for g in groups]
+        payload = []
+        for number, g in enumerate(groups):
+            payload.append(encode_group(TrainGroup(g.id, g.task, [t.sample() for t in g.scored])))
+            if number % GROUPS_AT_ONCE == GROUPS_AT_ONCE - 1:
+                await asyncio.sleep(0)  # a large batch must not keep the trajectories waiting
         request = TrainStep(
             self._switchboard.next_seq(), self._step, before, self._config.trainer.verify_share
         )

@@ -31,6 +31,8 @@ class State(enum.StrEnum):
     ABORTED = "aborted"
     FAILED = "failed"
 
+    __hash__ = str.__hash__  # an enum's own is a call, and states are looked up at every move
+
     @property
     def ended(self) -> bool:
         """No further state follows."""
@@ -73,6 +75,8 @@ class Reason(enum.StrEnum):
     NAN = "nan"
     SHUTDOWN = "shutdown"
 
+    __hash__ = str.__hash__
+
 
 class Kind(enum.StrEnum):
     """What a trajectory is for."""
@@ -89,6 +93,8 @@ class Next(enum.Enum):
     STEP = enum.auto()
     SCORE = enum.auto()
     NOTHING = enum.auto()
+
+    __hash__ = object.__hash__
 
 
 class Limits:
@@ -169,7 +175,7 @@ class Trajectory:
         self.logprobs = bytearray()
         """float32[S], of the sampled tokens."""
         self.versions: list[VersionRun] = []
-        """Runs over the S sampled tokens."""
+        """Runs over the S sampled tokens; their versions never fall."""
         self.answer = b""
         """The ids of the last answer."""
         self.turns = 0
@@ -278,12 +284,12 @@ class Trajectory:
     @property
     def oldest(self) -> int | None:
         """v: the lowest version among the sampled tokens; ``None`` before the first."""
-        return min((run.version for run in self.versions), default=None)
+        return self.versions[0].version if self.versions else None
 
     @property
     def newest(self) -> int:
         """The highest version among the sampled tokens; -1 before the first."""
-        return max((run.version for run in self.versions), default=-1)
+        return self.versions[-1].version if self.versions else -1
 
     @property
     def session(self) -> str:

@@ -19,8 +19,8 @@ __all__ = ["Transport", "Unreachable", "ZmqTransport"]
 
 logger = logging.getLogger(__name__)
 
-OnFrames = Callable[[bytes, list[bytes]], None]
-"""Called with the sender's identity and the frames of a message."""
+OnFrames = Callable[[bytes, list[bytes]], int | None]
+"""Called with the sender's identity and the frames of a message; says what ``Channel`` wants to know."""
 
 
 class Unreachable(Exception):
@@ -102,9 +102,10 @@ class ZmqTransport:
         self._gate.close(linger_ms=0)
         self._context.term()
 
-    def _receive(self, frames: list[bytes]) -> None:
-        if self._on_frames is not None and len(frames) > 1:
-            self._on_frames(frames[0], frames[1:])
+    def _receive(self, frames: list[bytes]) -> int | None:
+        if self._on_frames is None or len(frames) < 2:
+            return None
+        return self._on_frames(frames[0], frames[1:])
 
     # ZeroMQ asks a handler inside this process (RFC 27, ZAP) whether a client's key is welcome.
 

@@ -30,7 +30,7 @@ class _Lane:
 
     __slots__ = ("deliver", "free_at", "held", "open")
 
-    def __init__(self, deliver: Callable[[list[bytes]], None]) -> None:
+    def __init__(self, deliver: OnMessage) -> None:
         self.deliver = deliver
         self.open = True
         self.free_at = 0.0

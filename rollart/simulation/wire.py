@@ -15,6 +15,7 @@ from rollart.protocol import (
     Done,
     Generate,
     Hello,
+    Message,
     Resume,
     Suspend,
     TrainStep,
@@ -38,14 +39,18 @@ class WireRules:
         self._steps: dict[int, int] = {}
 
     def hear(self, direction: str, worker: str, frames: Sequence[bytes]) -> None:
-        """A message is on its way."""
+        """A frame is on its way."""
         try:
-            message = (
+            messages: Sequence[Message] = (
                 decode_to_worker(frames[0]) if direction == TO_WORKER else decode_to_controller(frames[0])
             )
         except msgspec.DecodeError:
             self.violations.append(f"{worker}: a message that does not decode was sent {direction}")
             return
+        for message in messages:
+            self._hear(direction, worker, message)
+
+    def _hear(self, direction: str, worker: str, message: Message) -> None:
         match message:
             case Hello(role="inference"):
                 self._closed[worker] = "it has no weights yet"

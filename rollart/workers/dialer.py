@@ -6,17 +6,15 @@ The worker base knows only ``Dialer``; the simulator fills the same interface in
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import zmq
 
-from rollart.channel import Channel
+from rollart.channel import Channel, OnMessage
 from rollart.peer import Peer
 
-__all__ = ["Connection", "Dialer", "ZmqDialer"]
-
-OnMessage = Callable[[list[bytes]], None]
+__all__ = ["Connection", "Dialer", "OnMessage", "ZmqDialer"]
 
 
 class Connection(Protocol):

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from rollart.config import Config
+from rollart.outbox import Outbox
 from rollart.protocol import (
     PROTOCOL_VERSION,
     Attach,
@@ -39,9 +40,9 @@ from rollart.protocol import (
     ToWorker,
     Welcome,
     decode_to_worker,
-    encode,
+    salvage_to_worker,
 )
-from rollart.workers.dialer import Connection, Dialer
+from rollart.workers.dialer import Dialer
 
 __all__ = ["Deterministic", "Worker", "die_with_parent"]
 
@@ -104,6 +105,7 @@ class Worker:
         self._end = loop.create_future()
         self._control = self._dialer.dial("control", self.name, self._on_control)
         self._data = self._dialer.dial("data", self.name, self._on_data)
+        self._say, self._say_data = Outbox(self._control.send), Outbox(self._data.send)
         try:
             await self._serve_until_end(loop)
         except Exception as error:  # the boundary of a worker: recorded, and told
@@ -134,8 +136,8 @@ class Worker:
 
     async def _serve_until_end(self, loop: asyncio.AbstractEventLoop) -> None:
         self._welcomed: asyncio.Future[Welcome] = loop.create_future()
-        self._control.send([encode(self._hello())])
-        self._data.send([encode(Attach(self.name))])
+        self._say.add(self._hello())
+        self._say_data.add(Attach(self.name))
         await self._first_of(self._welcomed, timeout_s=WELCOME_PATIENCE_S)
         if self._end.done():
             return
@@ -153,7 +155,7 @@ class Worker:
             setup.cancel()  # nothing happens when it is done
         if self._end.done():
             return
-        self._control.send([encode(setup.result())])
+        self._say.add(setup.result())
         self._heard = loop.time()
         beats = asyncio.ensure_future(self._beat())
         try:
@@ -182,7 +184,7 @@ class Worker:
     async def _beat(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            self._control.send([encode(Beat(len(self._tasks), self.refused_frames))])
+            self._say.add(Beat(len(self._tasks), self.refused_frames))
             await asyncio.sleep(self.welcome.heartbeat_s)
             if loop.time() - self._heard > self.welcome.controller_timeout_s:
                 self.end(f"controller silent for {self.welcome.controller_timeout_s:g} s")
@@ -199,26 +201,33 @@ class Worker:
         except Exception:  # the boundary of teardown: whatever breaks there, the sockets still close
             logger.exception("worker %s: teardown failed", self.name)
         reason = self._end.result() if self._end.done() else self._why
-        self._control.send([encode(Goodbye(reason))])
+        self._say.add(Goodbye(reason))
+        self._say.flush()
         self._control.close(linger_ms=500)
         self._data.close(linger_ms=0)
         self._dialer.close()
 
     # --- messages -------------------------------------------------------------------------------------
 
-    def _on_control(self, frames: list[bytes]) -> None:
-        self._receive(frames, self._control)
+    def _on_control(self, frames: list[bytes]) -> int:
+        return self._receive(frames, self._say)
 
-    def _on_data(self, frames: list[bytes]) -> None:
-        self._receive(frames, self._data)
+    def _on_data(self, frames: list[bytes]) -> int:
+        return self._receive(frames, self._say_data)
 
-    def _receive(self, frames: list[bytes], channel: Connection) -> None:
+    def _receive(self, frames: list[bytes], answers: Outbox) -> int:
         try:
-            message = decode_to_worker(frames[0])
+            messages = decode_to_worker(frames[0])
         except msgspec.DecodeError:
-            self.refused_frames += 1
-            return
-        self._heard = asyncio.get_running_loop().time()
+            messages, refused = salvage_to_worker(frames[0])
+            self.refused_frames += refused
+        if messages:
+            self._heard = asyncio.get_running_loop().time()
+        for message in messages:
+            self._take(message, frames[1:], answers)
+        return len(messages)
+
+    def _take(self, message: ToWorker, payload: list[bytes], answers: Outbox) -> None:
         match message:
             case ControllerBeat():
                 pass
@@ -236,11 +245,11 @@ class Worker:
                 if task is not None:
                     task.cancel()
             case _:
-                self._start(message, frames[1:], channel)
+                self._start(message, payload, answers)
 
-    def _start(self, message: ToWorker, payload: list[bytes], channel: Connection) -> None:
+    def _start(self, message: ToWorker, payload: list[bytes], answers: Outbox) -> None:
         seq = getattr(message, "seq", None)
-        task = asyncio.get_running_loop().create_task(self._answer(message, payload, channel, seq))
+        task = asyncio.get_running_loop().create_task(self._answer(message, payload, answers, seq))
         if seq is None:
             self._background[task] = None
             task.add_done_callback(self._background.pop)
@@ -248,15 +257,15 @@ class Worker:
             self._tasks[seq] = task
             # Not in the task itself: one that is cancelled before it begins runs none of its code.
             task.add_done_callback(lambda _: self._tasks.pop(seq))
-            task.add_done_callback(lambda done: self._never_begun(done, seq, channel))
+            task.add_done_callback(lambda done: self._never_begun(done, seq, answers))
 
-    def _never_begun(self, task: asyncio.Task[None], seq: int, channel: Connection) -> None:
+    def _never_begun(self, task: asyncio.Task[None], seq: int, answers: Outbox) -> None:
         if task.cancelled() and not self._closed:
             answer = Failure(seq, FailureKind.CANCELLED, "cancelled by the controller before it began")
-            channel.send([encode(answer)])
+            answers.add(answer)
 
     async def _answer(
-        self, message: ToWorker, payload: list[bytes], channel: Connection, seq: int | None
+        self, message: ToWorker, payload: list[bytes], answers: Outbox, seq: int | None
     ) -> None:
         answer: Message | None
         try:
@@ -271,7 +280,7 @@ class Worker:
             logger.exception("%s: request %r failed", self.name, type(message).__name__)
             answer = self._failure(seq, FailureKind.INFRASTRUCTURE, f"{type(error).__name__}: {error}")
         if answer is not None and not self._closed:
-            channel.send([encode(answer)])
+            answers.add(answer)
 
     @staticmethod
     def _failure(seq: int | None, kind: FailureKind, text: str) -> Failure | None:

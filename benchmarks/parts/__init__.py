@@ -1,0 +1,1 @@
+"""What several benchmarks share; none of it is a benchmark by itself."""

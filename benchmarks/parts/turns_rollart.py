@@ -1,0 +1,128 @@
+"""The turns exchange by the shipping controller: one row of ``benchmarks.controller``."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.parts import turns
+from benchmarks.parts.measure import Lag, Usage, percentile, resident_bytes
+from benchmarks.parts.turns_launch import InstantLauncher, SidePayloads, key_file_of
+from rollart.controller import events
+from rollart.controller.collector import spare_collections
+from rollart.controller.controller import Controller
+from rollart.controller.progress import Progress
+from rollart.controller.run_folder import RunFolder
+from rollart.controller.trajectory import Trajectory
+from rollart.controller.transport import ZmqTransport
+from rollart.random_model import vocabulary_size, write_model_folder
+
+__all__ = ["measure"]
+
+CANCELS = 1000
+MEMORY_SAMPLES = 8
+
+
+class _Counts:
+    """Turns, and how long suspends took, heard from the event stream."""
+
+    def __init__(self) -> None:
+        self.turns = 0
+        self.bytes_before = 0
+        """Resident when the first trajectory was made."""
+        self.suspends: list[float] = []
+
+    def listen(self, event: events.Event) -> None:
+        if type(event) is events.Sampled:
+            self.turns += 1
+        elif type(event) is events.Dispatched and not self.bytes_before:
+            self.bytes_before = resident_bytes()
+        elif type(event) is events.Swapped and event.before >= 0:
+            self.suspends.append(event.suspend_s)
+
+
+async def measure(live: int, *, turns_wanted: int, side: SidePayloads) -> dict[str, object]:
+    """A row: ``turns_wanted`` turns with about ``live`` trajectories in flight."""
+    spare_collections()
+    config = turns.turns_config(live)
+    with tempfile.TemporaryDirectory(prefix="rollart-benchmark-") as root:
+        folder = RunFolder(Path(root) / "run")
+        folder.create(config)
+        assert config.model.random is not None
+        write_model_folder(config.model.random, folder.model)
+        transport = ZmqTransport()
+        async with key_file_of(transport.peer_file) as key_file:
+            controller = Controller(
+                config,
+                folder,
+                transport,
+                launch=lambda on_exit: InstantLauncher(key_file, side),
+                progress=Progress(io.StringIO(), config.steps),
+                vocabulary_size=vocabulary_size(folder.model),
+            )
+            counts = _Counts()
+            controller.events.listen(counts.listen)
+            run = asyncio.ensure_future(controller.run())
+            watch = asyncio.ensure_future(_watch(controller, counts, live, turns_wanted))
+            await asyncio.wait({run, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if not watch.done():
+                watch.cancel()
+                run.result()
+                raise RuntimeError("the run ended before it was measured")
+            controller.interrupt()
+            await run
+        return watch.result()
+
+
+async def _watch(controller: Controller, counts: _Counts, live: int, turns_wanted: int) -> dict[str, object]:
+    while counts.turns < live:  # everyone has had about a turn
+        await asyncio.sleep(0.01)
+    usage, lag, started = Usage(), Lag(), counts.turns
+    lag.start()
+    held: list[float] = []
+    while counts.turns < started + turns_wanted:
+        due = started + turns_wanted * (len(held) + 1) // MEMORY_SAMPLES
+        while counts.turns < due:
+            await asyncio.sleep(0.01)
+        held.append(_bytes_per_trajectory(controller, counts.bytes_before))
+    count, wall_s, cpu_s, thread_s = counts.turns - started, usage.wall_s, usage.cpu_s, usage.thread_s
+    lag.stop()
+    cancel_s = await _cancel(controller)
+    return {
+        "turns_per_second": count / wall_s,
+        "cpu_us_per_turn": cpu_s / count * 1e6,
+        "loop_cpu_us_per_turn": thread_s / count * 1e6,
+        "loop_lag_p50_ms": percentile(lag.samples, 0.5) * 1e3,
+        "loop_lag_p99_ms": percentile(lag.samples, 0.99) * 1e3,
+        "loop_lag_max_ms": percentile(lag.samples, 1.0) * 1e3,
+        "bytes_per_trajectory": max(held),
+        "suspend_max_ms": max(counts.suspends, default=0.0) * 1e3,
+        "suspends": len(counts.suspends),
+        "cancel_s": cancel_s,
+    }
+
+
+def _live(controller: Controller) -> list[Trajectory]:
+    rollout = controller.rollout
+    groups = [*rollout.buffer.groups.values(), *rollout.in_training]
+    return [t for group in groups for t in (*group.in_flight.values(), *group.scored)]
+
+
+def _bytes_per_trajectory(controller: Controller, before: int) -> float:
+    """Resident memory beyond what the process had before the run, and beyond the tokens."""
+    live = _live(controller)
+    tokens = sum(len(t.ids) + len(t.mask) + len(t.logprobs) for t in live)
+    return (resident_bytes() - before - tokens) / len(live)
+
+
+async def _cancel(controller: Controller) -> float:
+    """Seconds until ``CANCELS`` trajectories in flight have ended, owners and places at workers included."""
+    chosen = [t for t in _live(controller) if t.id in controller.rollout.manager.tasks][:CANCELS]
+    started = time.perf_counter()
+    controller.rollout.cancel(chosen)
+    while any(t.id in controller.rollout.manager.tasks for t in chosen):
+        await asyncio.sleep(0)
+    return time.perf_counter() - started

@@ -1,0 +1,59 @@
+"""Outbox: the messages of one turn of the event loop leave in one frame.
+
+A frame has a price (a system call, a signature, a wake-up of the receiver) that many small messages share
+this way.  Nothing is delayed by it: the frame leaves as soon as what is ready now has been done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Callable, Sequence
+
+from rollart.protocol import FRAME_HEADER, Message, append, encode
+
+__all__ = ["Outbox"]
+
+MOST_MESSAGES = 64
+MOST_BYTES = 1 << 16
+_COUNT = struct.Struct(">I")
+
+
+class Outbox:
+    """One for each connection; ``send(frames)`` takes the frames of a ZeroMQ message."""
+
+    __slots__ = ("_count", "_flush_soon", "_frame", "_loop", "_send")
+
+    def __init__(self, send: Callable[[list[bytes]], None]) -> None:
+        self._send = send
+        self._frame = bytearray(FRAME_HEADER)
+        self._count = 0
+        self._loop = asyncio.get_running_loop()
+        self._flush_soon = False
+
+    def add(self, message: Message) -> None:
+        """Send ``message`` soon, after what was added before."""
+        append(message, self._frame)
+        self._count += 1
+        if self._count >= MOST_MESSAGES or len(self._frame) >= MOST_BYTES:
+            self.flush()
+        elif not self._flush_soon:
+            self._flush_soon = True
+            self._loop.call_soon(self._flush_now)
+
+    def add_with(self, message: Message, payload: Sequence[bytes]) -> None:
+        """Send ``message`` with its payload frames, now, after what was added before."""
+        self.flush()
+        self._send([encode(message), *payload])
+
+    def flush(self) -> None:
+        """Send what is here now."""
+        if self._count:
+            frame, count = self._frame, self._count
+            _COUNT.pack_into(frame, 1, count)
+            self._frame, self._count = bytearray(FRAME_HEADER), 0
+            self._send([bytes(frame)])
+
+    def _flush_now(self) -> None:
+        self._flush_soon = False
+        self.flush()
