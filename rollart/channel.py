@@ -9,13 +9,15 @@ starves timers, and none of them waits for long.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import cast
 
 import zmq
 
 __all__ = ["Channel", "OnMessage"]
 
 MAX_DRAIN = 32
+LARGE_BYTES = 1 << 17
 OnMessage = Callable[[list[bytes]], int | None]
 """Takes a message's frames, and says how many pieces of work it began, if not one."""
 # As plain numbers: pyzmq's flags are enums, whose every | is a call.
@@ -37,11 +39,15 @@ class Channel:
         self._loop.add_reader(self._socket.FD, self._drain)
         self._schedule()
 
-    def send(self, frames: Sequence[bytes]) -> None:
-        """Queue a message; ``zmq.ZMQError`` where the peer is unknown (EHOSTUNREACH) or its queue full (EAGAIN)."""
-        for frame in frames[:-1]:
-            self._socket.send(frame, MORE)
-        self._socket.send(frames[-1], NOBLOCK)
+    def send(self, frames: list[bytes]) -> None:
+        """Queue a message; ``zmq.ZMQError`` where the peer is unknown (EHOSTUNREACH) or its queue full (EAGAIN).
+
+        ``frames`` is emptied on the way: a batch is as large as all its tokens, and is not to be there twice.
+        """
+        frames.reverse()
+        while len(frames) > 1:
+            self._socket.send(frames.pop(), MORE)
+        self._socket.send(frames.pop(), NOBLOCK)
         self._schedule()
 
     def close(self, *, linger_ms: int) -> None:
@@ -52,6 +58,16 @@ class Channel:
             self._drain_soon.cancel()
         self._loop = None
         self._socket.close(linger=linger_ms)
+
+    def _receive(self) -> list[bytes]:
+        frames: list[bytes] = []
+        while True:
+            frame = self._socket.recv(NOBLOCK, copy=False)
+            # A large one stays where ZeroMQ has it: most are passed on, or dropped, without a look into them.
+            # What reads it can't tell the view from bytes.
+            frames.append(frame.bytes if len(frame) < LARGE_BYTES else cast(bytes, frame.buffer))
+            if not frame.more:
+                return frames
 
     def _schedule(self) -> None:
         if self._drain_soon is None and self._loop is not None:
@@ -64,10 +80,9 @@ class Channel:
         begun = 0
         while begun < MAX_DRAIN:
             try:
-                frames = self._socket.recv_multipart(NOBLOCK)
+                pieces = self._on_message(self._receive())
             except zmq.Again:
                 return
-            pieces = self._on_message(frames)
             begun += 1 if pieces is None else pieces
             if self._loop is None:  # closed by the callback
                 return

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from rollart.protocol import FRAME_HEADER, Message, append, encode
 
@@ -41,10 +41,12 @@ class Outbox:
             self._flush_soon = True
             self._loop.call_soon(self._flush_now)
 
-    def add_with(self, message: Message, payload: Sequence[bytes]) -> None:
-        """Send ``message`` with its payload frames, now, after what was added before."""
+    def add_with(self, message: Message, payload: list[bytes]) -> None:
+        """Send ``message`` with its payload frames, now, after what was added before; ``payload`` is emptied."""
         self.flush()
-        self._send([encode(message), *payload])
+        payload.insert(0, encode(message))
+        self._send(payload)
+        payload.clear()
 
     def flush(self) -> None:
         """Send what is here now."""

@@ -485,24 +485,20 @@ def decode_to_controller(frame: bytes) -> list[ToController]:
     return _to_controller.decode(frame)
 
 
-def salvage_to_worker(frame: bytes) -> tuple[list[ToWorker], int]:
-    """Of a frame that did not decode: the messages in it that do, and how many don't (a torn frame counts as one)."""
+def salvage_to_worker(frame: bytes) -> list[ToWorker]:
+    """Of a frame that did not decode: the messages in it that do.  What one has wrong costs no other its place."""
     return _salvage(frame, _one_to_worker)
 
 
-def salvage_to_controller(frame: bytes) -> tuple[list[ToController], int]:
+def salvage_to_controller(frame: bytes) -> list[ToController]:
     """As ``salvage_to_worker``, of the other direction."""
     return _salvage(frame, _one_to_controller)
 
 
-def _salvage(frame: bytes, decoder: msgspec.msgpack.Decoder[T]) -> tuple[list[T], int]:
-    """What one message has wrong costs none of those that share its frame."""
-    try:
-        parts = _parts.decode(frame)
-    except msgspec.DecodeError:
-        return [], 1
+def _salvage(frame: bytes, decoder: msgspec.msgpack.Decoder[T]) -> list[T]:
     found: list[T] = []
-    for part in parts:
-        with contextlib.suppress(msgspec.DecodeError):
-            found.append(decoder.decode(part))
-    return found, max(1, len(parts) - len(found))
+    with contextlib.suppress(msgspec.DecodeError):
+        for part in _parts.decode(frame):
+            with contextlib.suppress(msgspec.DecodeError):
+                found.append(decoder.decode(part))
+    return found

@@ -12,16 +12,19 @@ from rollart.protocol import VersionRun
 
 EVENTS: list[events.Event] = [
     events.Started(0.0, 1.5, "0.1.0", "name", 1, "batch", 8),
-    events.Sampled(0.5, 1, 0, 0, "inference-0", 0, 2, 2, -0.1, [VersionRun(0, 2)], "length", 0),
+    events.Sampled(0.5, 1, 0, 0, "inference-0", 0, 2, 2, 0, [VersionRun(0, 2)], "length", 0),
     events.TrainedStep(2.0, 0, 0, 1, "", [events.TrainedSample(1, 5, 2, [VersionRun(0, 2)])]),
     events.Ended(3.0, "success", ""),
 ]
 
 
-def written(path: Path) -> Path:
+def written(path: Path, *, blocks: int = 2) -> Path:
+    """The events in so many blocks."""
     log = EventLog(path.open("xb"))
-    for event in EVENTS:
+    for number, event in enumerate(EVENTS, 1):
         log.write(event)
+        if number * blocks % len(EVENTS) == 0:
+            log.flush()
     log.close()
     return path
 
@@ -30,8 +33,8 @@ def test_events_come_back_as_they_were(tmp_path: Path) -> None:
     assert list(read_events(written(tmp_path / "events"))) == EVENTS
 
 
-def test_a_torn_last_record_ends_the_stream(tmp_path: Path) -> None:
-    path = written(tmp_path / "events")
+def test_a_torn_last_block_ends_the_stream(tmp_path: Path) -> None:
+    path = written(tmp_path / "events", blocks=len(EVENTS))
     whole = path.read_bytes()
     for cut in range(len(events.HEADER), len(whole)):
         path.write_bytes(whole[:cut])
@@ -40,7 +43,7 @@ def test_a_torn_last_record_ends_the_stream(tmp_path: Path) -> None:
     assert list(read_events(path)) == EVENTS[:-1]
 
 
-def test_a_damaged_record_is_an_error(tmp_path: Path) -> None:
+def test_a_damaged_block_is_an_error(tmp_path: Path) -> None:
     path = written(tmp_path / "events")
     data = bytearray(path.read_bytes())
     data[len(events.HEADER) + 12] ^= 1

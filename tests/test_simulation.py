@@ -19,6 +19,7 @@ from rollart.controller.rollout import Rollout
 from rollart.controller.sample_buffer import Orders, SampleBuffer
 from rollart.controller.staleness import Bound
 from rollart.controller.trajectory import Trajectory
+from rollart.protocol import TrainSample
 from rollart.simulation import command_line, fuzz, run
 from rollart.simulation.fuzz import Verdict, run_seed, shrink
 from rollart.simulation.run import simulate
@@ -131,6 +132,14 @@ def test_training_twice_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
             last[:] = groups
         return groups
 
+    def keeping(self: Trajectory) -> TrainSample:
+        held = self.ids, self.mask, self.logprobs
+        sample = take_sample(self)
+        self.ids, self.mask, self.logprobs = held
+        return sample
+
+    take_sample = Trajectory.take_sample
+    monkeypatch.setattr(Trajectory, "take_sample", keeping)  # else the second time it has no tokens left
     monkeypatch.setattr(SampleBuffer, "take_batch", again)
     caught("was trained in step")
 

@@ -24,6 +24,8 @@ __all__ = ["measure"]
 
 CANCELS = 1000
 MEMORY_SAMPLES = 8
+TOKEN_BYTES, LOGPROB_BYTES = 5, 4
+"""Of a token (its id and its mask), and of a sampled one beside that."""
 
 
 class _Counts:
@@ -114,7 +116,7 @@ def _live(controller: Controller) -> list[Trajectory]:
 def _bytes_per_trajectory(controller: Controller, before: int) -> float:
     """Resident memory beyond what the process had before the run, and beyond the tokens."""
     live = _live(controller)
-    tokens = sum(len(t.ids) + len(t.mask) + len(t.logprobs) for t in live)
+    tokens = sum(TOKEN_BYTES * t.tokens + LOGPROB_BYTES * t.sampled for t in live)
     return (resident_bytes() - before - tokens) / len(live)
 
 

@@ -139,11 +139,10 @@ class Rollout:
                 self.manager.stop(trajectory)
 
     def cancel(self, trajectories: Iterable[Trajectory]) -> None:
-        """End trajectories in whatever stage they are in; their groups replace them as they would failed ones."""
+        """End training trajectories in whatever stage they are in, up to their batch; their groups replace them."""
         for trajectory in trajectories:
-            if not trajectory.state.ended:
-                self.manager.stop(trajectory)
-                self._abort(trajectory, Reason.CANCELLED)
+            self._carry_out(self.buffer.cancel(trajectory))
+        self.review()
 
     # --- trajectories ---------------------------------------------------------------------------------
 

@@ -163,6 +163,15 @@ class SampleBuffer:
             self.last_failure = f"{trajectory.task}: {trajectory.detail}"
         return self._review(group)
 
+    def cancel(self, trajectory: Trajectory) -> Orders:
+        """Abort ``trajectory`` by a person's wish, if it is still in a group."""
+        orders = Orders()
+        group = self.groups.get(trajectory.group)
+        if group is not None and (trajectory.id in group.in_flight or trajectory in group.scored):
+            self._abort(group, trajectory, Reason.CANCELLED, orders)
+            orders.add(self._review(group))
+        return orders
+
     def sweep(self) -> Orders:
         """Abort, in whatever stage, every trajectory that the bound bars from the next batch."""
         floor = self.bound.floor(self.versions)

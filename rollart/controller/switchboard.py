@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
@@ -199,7 +199,7 @@ class Switchboard:
         expect: type[Answer],
         *,
         timeout_s: float,
-        payload: Sequence[bytes] = (),
+        payload: list[bytes] | None = None,
     ) -> Answer:
         """Send ``request``, which carries a fresh ``seq``, and wait for its answer.
 
@@ -235,8 +235,8 @@ class Switchboard:
             f"{link.name} answered {asked.__name__} with {type(answer).__name__}",
         )
 
-    def tell(self, link: Link, message: Message, payload: Sequence[bytes] = ()) -> None:
-        """Send without an answer; a worker that can't be reached is lost."""
+    def tell(self, link: Link, message: Message, payload: list[bytes] | None = None) -> None:
+        """Send without an answer, and empty ``payload``; a worker that can't be reached is lost."""
         if link.state is LinkState.GONE:
             return
         outbox = link.data if type(message) in DATA_MESSAGES else link.control
@@ -302,8 +302,8 @@ class Switchboard:
         try:
             messages = decode_to_controller(frames[0])
         except msgspec.DecodeError:
-            messages, refused = salvage_to_controller(frames[0])
-            self.refused_frames += refused
+            messages = salvage_to_controller(frames[0])
+            self.refused_frames += 1
         link = self._by_identity.get(identity)
         if link is not None:
             link.last_heard = self._loop.time()

@@ -163,7 +163,7 @@ class TrainingLoop:
         versions, before = self._versions, self._versions.n
         payload = []
         for number, g in enumerate(groups):
-            payload.append(encode_group(TrainGroup(g.id, g.task, [t.sample() for t in g.scored])))
+            payload.append(encode_group(TrainGroup(g.id, g.task, [t.take_sample() for t in g.scored])))
             if number % GROUPS_AT_ONCE == GROUPS_AT_ONCE - 1:
                 await asyncio.sleep(0)  # a large batch must not keep the trajectories waiting
         request = TrainStep(
@@ -284,7 +284,7 @@ class TrainingLoop:
                 request,
                 expect,
                 timeout_s=self._config.trainer.step_timeout_s,
-                payload=payload or (),
+                payload=payload,
             )
         except CallError as error:
             raise RunError(f"step {self._step}: {type(request).__name__} failed: {error}") from error

@@ -135,6 +135,7 @@ class Trajectory:
         "state",
         "success",
         "task",
+        "tokens",
         "truncated",
         "turns",
         "versions",
@@ -176,6 +177,8 @@ class Trajectory:
         """float32[S], of the sampled tokens."""
         self.versions: list[VersionRun] = []
         """Runs over the S sampled tokens; their versions never fall."""
+        self.tokens = 0
+        """T, prompt and observations included."""
         self.answer = b""
         """The ids of the last answer."""
         self.turns = 0
@@ -213,14 +216,17 @@ class Trajectory:
             return Next.SCORE
         self.ids += ids
         self.mask += bytes(count)
+        self.tokens += count
         self.move(State.GENERATING)
         return Next.GENERATE
 
     def generated(self, ids: bytes, logprobs: bytes, versions: Sequence[VersionRun]) -> Next:
         """The engine answered; greedy answers (of evaluations) carry no log-probabilities."""
+        count = len(ids) // ID_BYTES
         self.answer = ids
         self.ids += ids
-        self.mask += b"\x01" * (len(ids) // ID_BYTES)
+        self.mask += b"\x01" * count
+        self.tokens += count
         self.logprobs += logprobs
         for run in versions:
             self._append_run(run)
@@ -267,11 +273,6 @@ class Trajectory:
     # --- what it holds --------------------------------------------------------------------------------
 
     @property
-    def tokens(self) -> int:
-        """T, prompt and observations included."""
-        return len(self.mask)
-
-    @property
     def sampled(self) -> int:
         """S, the tokens the engine sampled."""
         return sum(run.count for run in self.versions)
@@ -296,11 +297,13 @@ class Trajectory:
         """The name of this attempt's episode at its environment worker."""
         return f"{self.id}.{self.attempt}"
 
-    def sample(self) -> TrainSample:
-        """What the trainer gets of it."""
-        return TrainSample(
+    def take_sample(self) -> TrainSample:
+        """What the trainer gets of it; the tokens themselves are not kept here any longer."""
+        sample = TrainSample(
             self.id, bytes(self.ids), bytes(self.mask), bytes(self.logprobs), list(self.versions), self.score
         )
+        self.ids, self.mask, self.logprobs, self.answer = bytearray(), bytearray(), bytearray(), b""
+        return sample
 
     def _append_run(self, run: VersionRun) -> None:
         if self.versions and self.versions[-1].version == run.version:

@@ -6,7 +6,7 @@ The rest of the controller knows only ``Transport``; the simulator fills the sam
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import zmq
@@ -36,8 +36,8 @@ class Transport(Protocol):
     def start(self, on_frames: OnFrames) -> None:
         """Begin to receive on the running loop."""
 
-    def send(self, identity: bytes, frames: Sequence[bytes]) -> None:
-        """Send, without waiting; ``Unreachable`` when it can't."""
+    def send(self, identity: bytes, frames: list[bytes]) -> None:
+        """Send, without waiting, and empty ``frames``; ``Unreachable`` when it can't."""
 
     def close(self) -> None:
         """Stop; what was sent has a moment to leave."""
@@ -85,10 +85,11 @@ class ZmqTransport:
         self._gate.start()
         self._channel.start()
 
-    def send(self, identity: bytes, frames: Sequence[bytes]) -> None:
+    def send(self, identity: bytes, frames: list[bytes]) -> None:
         """Queue a message; ``Unreachable`` when nobody has that identity or its queue is full."""
         try:
-            self._channel.send([identity, *frames])
+            frames.insert(0, identity)
+            self._channel.send(frames)
         except zmq.Again:
             raise Unreachable(f"{SEND_QUEUE_MESSAGES} messages are queued already") from None
         except zmq.ZMQError as error:

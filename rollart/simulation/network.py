@@ -59,7 +59,7 @@ class SimNetwork:
         """Begin to receive."""
         self._on_frames = on_frames
 
-    def send(self, identity: bytes, frames: Sequence[bytes]) -> None:
+    def send(self, identity: bytes, frames: list[bytes]) -> None:
         """Send to a worker's connection; ``Unreachable`` when there is none."""
         lanes = self._lanes.get(identity)
         if lanes is None:
@@ -160,7 +160,7 @@ class SimConnection:
         self._identity = identity
         network.connect(identity, on_message)
 
-    def send(self, frames: Sequence[bytes]) -> None:
+    def send(self, frames: list[bytes]) -> None:
         """Queue a message."""
         self._network.send_to_controller(self._identity, frames)
 

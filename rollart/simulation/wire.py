@@ -35,7 +35,8 @@ class WireRules:
         self._closed: dict[str, str] = {}
         """Inference workers that may get no request, and why."""
         self._resuming: dict[str, int] = {}
-        self._last_seq = 0
+        self._sent: set[int] = set()
+        """Sequence ids."""
         self._steps: dict[int, int] = {}
 
     def hear(self, direction: str, worker: str, frames: Sequence[bytes]) -> None:
@@ -75,6 +76,6 @@ class WireRules:
         if direction == TO_WORKER and (sent := getattr(message, "seq", None)) is not None:
             if isinstance(message, Cancel):  # it names the request that it cancels
                 return
-            if sent <= self._last_seq:
+            if sent in self._sent:
                 self.violations.append(f"sequence id {sent} was used again")
-            self._last_seq = max(self._last_seq, sent)
+            self._sent.add(sent)

@@ -6,7 +6,6 @@ The worker base knows only ``Dialer``; the simulator fills the same interface in
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from typing import Protocol
 
 import zmq
@@ -20,8 +19,8 @@ __all__ = ["Connection", "Dialer", "OnMessage", "ZmqDialer"]
 class Connection(Protocol):
     """One way to the controller and back."""
 
-    def send(self, frames: Sequence[bytes]) -> None:
-        """Queue a message; one that can't be delivered is lost."""
+    def send(self, frames: list[bytes]) -> None:
+        """Queue a message, and empty ``frames``; one that can't be delivered is lost."""
 
     def close(self, *, linger_ms: int) -> None:
         """Receive no more; what was sent has ``linger_ms`` to leave."""
@@ -70,7 +69,7 @@ class ZmqDialer:
 
 
 class _Dealer(Channel):
-    def send(self, frames: Sequence[bytes]) -> None:
+    def send(self, frames: list[bytes]) -> None:
         """A full queue means that nobody has read for long: the controller is gone, and beats will say so."""
         with contextlib.suppress(zmq.Again):
             super().send(frames)

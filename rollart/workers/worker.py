@@ -219,8 +219,8 @@ class Worker:
         try:
             messages = decode_to_worker(frames[0])
         except msgspec.DecodeError:
-            messages, refused = salvage_to_worker(frames[0])
-            self.refused_frames += refused
+            messages = salvage_to_worker(frames[0])
+            self.refused_frames += 1
         if messages:
             self._heard = asyncio.get_running_loop().time()
         for message in messages:
