@@ -1,6 +1,7 @@
 # make demo    train the small demo on this machine's CPU
 # make test    the tests; the last line is pytest's summary
 # make lint    ruff and mypy
+# make peers   what benchmarks.controller is compared with, in .peers
 # make clean   remove the environment and what the tools leave
 #
 # The environment is made on first use, in .venv, from requirements/*.lock.  torch's CPU build (2.13.0+cpu) is not on
@@ -11,7 +12,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 PIP = .venv/bin/python -m pip --disable-pip-version-check
 RUN = .venv/bin/python
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint peers clean
 .DELETE_ON_ERROR:
 
 demo: .venv/rollart
@@ -25,8 +26,10 @@ lint: .venv/rollart
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 
+peers: .peers/installed
+
 clean:
-	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .peers build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The locked packages, and no others: a changed lock makes the environment anew.
@@ -48,4 +51,10 @@ clean:
 
 .venv/rollart: .venv/locked pyproject.toml
 	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+.peers/installed: requirements/peers.lock
+	@$(PYTHON) -m venv --clear .peers
+	@echo "installing ray and verifiers into .peers (0.9 GB)"
+	@.peers/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r $<
 	@touch $@

@@ -6,7 +6,6 @@ Each ablation prints a table with the paper's number beside ours where it gives 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -15,11 +14,15 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.schedules import Row, machine, run_all
+from benchmarks.parts.report import Row, write_report
+from benchmarks.schedules import run_all
 from rollart.simulation.paper import PULL_S, PUSH_S
 from rollart.simulation.workload import Distribution
 
 STEPS = 7
+FULL_SEEDS = 2
+SHORT = ("latency", "--seeds", "1")
+FULL = ("--seeds", str(FULL_SEEDS), "--figures", "docs/figures")
 GROUPS = 32
 """Half the paper's batch: what is compared are ratios, and the sweeps are long."""
 
@@ -185,11 +188,16 @@ def draw(ablation: Ablation, rows: list[Row], path: Path) -> None:
     pyplot.close(figure)
 
 
+def tables(report: Row) -> dict[str, str]:
+    """Markdown by name, for the docs."""
+    return {name: table(ABLATIONS[name](), rows) for name, rows in report["ablations"].items()}
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Carry out the command line; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ablations", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(ABLATIONS)}; by default all")
-    parser.add_argument("--seeds", type=int, default=2, help="so many, from 0")
+    parser.add_argument("--seeds", type=int, default=FULL_SEEDS, help="so many, from 0")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--figures", type=Path, metavar="FOLDER", help="draw ablation_NAME.svg there")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
@@ -203,17 +211,17 @@ def main(arguments: list[str] | None = None) -> int:
         )
         sys.stderr.write(f"python -m benchmarks.ablations: {wrong}\n")
         return 2
-    report: Row = {**machine(), "ablations": {}}
+    found: dict[str, list[Row]] = {}
     for name in options.names or ABLATIONS:
         ablation = ABLATIONS[name]()
         rows = measure_all(ablation, options.seeds, options.jobs)
         sys.stdout.write(table(ablation, rows) + "\n\n")
         sys.stdout.flush()
-        report["ablations"][name] = rows
+        found[name] = rows
         if options.figures:
             draw(ablation, rows, options.figures / f"ablation_{name}.svg")
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    form = "short" if options.seeds < FULL_SEEDS or options.names else "full"
+    write_report(options.json, ("msgspec",), form=form, ablations=found)
     return 0
 
 

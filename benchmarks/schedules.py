@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import json
 import math
 import multiprocessing
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -24,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from rollart import __version__
+from benchmarks.parts.report import Row, write_report
 from rollart.controller.resource_manager import role_and_number
 from rollart.simulation.bound import limits_of
 from rollart.simulation.cluster import Cluster, cluster_setup
@@ -47,7 +44,9 @@ PAPER_RANGES = {
 }
 """Throughput of the second over the first, over the paper's models."""
 MODELS = {"8B": "Qwen3-8B", "14B": "Qwen3-14B", "32B": "Qwen3-32B"}
-Row = dict[str, Any]
+FULL_SEEDS = 3
+SHORT = ("--models", "32B", "--seeds", "1", "--steps", "4")
+FULL = ("--seeds", str(FULL_SEEDS), "--steps", "7")
 
 
 def measure(model: str, schedule: str, seed: int, steps: int, changes: Row | None = None) -> Row:
@@ -144,18 +143,6 @@ def run_all(cells: list[tuple[Any, ...]], seeds: range, jobs: int) -> list[Row]:
         return [summarise([future.result() for future in futures]) for futures in waiting]
 
 
-def machine() -> Row:
-    """Where and with what this ran."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    return {
-        "machine": {"cpus": os.cpu_count(), "python": platform.python_version(), "system": platform.system()},
-        "versions": {"rollart": __version__},
-        "commit": commit,
-    }
-
-
 def ratios_of(rows: list[Row], model: str) -> dict[str, float]:
     """Step times over rollart's; for rollart_plus rollart's over its own."""
     step = {row["schedule"]: row["step_s"] for row in rows if row["model"] == model}
@@ -165,7 +152,7 @@ def ratios_of(rows: list[Row], model: str) -> dict[str, float]:
     return ratios
 
 
-def table(rows: list[Row], models: list[str]) -> str:
+def table(rows: list[Row]) -> str:
     """The comparison as a Markdown table."""
     lines = [
         "| model | schedule | step s (95%) | trajectories/s | over rollart | paper | idle trainer | idle H800 "
@@ -187,8 +174,13 @@ def table(rows: list[Row], models: list[str]) -> str:
             f"| {row['train_lag_mean']:.2f} / {row['train_lag_max']:.0f} | {row['aborted_share']:.1%} "
             f"| {row['bound_ratio']:.2f} |"
         )
-    lines += [
-        "",
+    return "\n".join(lines)
+
+
+def throughput_table(rows: list[Row]) -> str:
+    """Throughput of each schedule over the one before it, with the paper's range."""
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    lines = [
         "| throughput | " + " | ".join(models) + " | paper |",
         "|---|" + "---:|" * (len(models) + 1),
     ]
@@ -199,11 +191,17 @@ def table(rows: list[Row], models: list[str]) -> str:
     return "\n".join(lines)
 
 
+def tables(report: Row) -> dict[str, str]:
+    """Markdown by name, for the docs."""
+    rows = report["rows"]
+    return {"schedules": table(rows), "throughput": throughput_table(rows)}
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Carry out the command line; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.schedules", description=__doc__)
     parser.add_argument("--models", default="8B,14B,32B", help="of 8B, 14B and 32B")
-    parser.add_argument("--seeds", type=int, default=3, help="so many, from 0")
+    parser.add_argument("--seeds", type=int, default=FULL_SEEDS, help="so many, from 0")
     parser.add_argument(
         "--steps", type=int, default=8, help=f"train_steps, the first {WARM_UP} of which don't count"
     )
@@ -222,22 +220,21 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     cells = [(model, schedule, options.steps, None) for model in models for schedule in SCHEDULES]
     rows = run_all(cells, range(options.seeds), options.jobs)
+    headline = "32B" if "32B" in models else models[-1]
+    plus = next(r for r in rows if r["model"] == headline and r["schedule"] == "rollart_plus")
+    report = write_report(
+        options.json,
+        ("msgspec",),
+        form="short" if options.seeds < FULL_SEEDS else "full",
+        assumptions=ASSUMPTIONS,
+        headline_model=headline,
+        ratios=ratios_of(rows, headline),
+        paper_ratios=PAPER_32B,
+        bound_ratio=plus["bound_ratio"],
+        rows=rows,
+    )
     sys.stdout.write("Assumptions:\n" + "".join(f"- {each}\n" for each in ASSUMPTIONS) + "\n")
-    sys.stdout.write(table(rows, models) + "\n")
-    if options.json:
-        headline = "32B" if "32B" in models else models[-1]
-        report = {
-            **machine(),
-            "assumptions": ASSUMPTIONS,
-            "headline_model": headline,
-            "ratios": ratios_of(rows, headline),
-            "paper_ratios": PAPER_32B,
-            "bound_ratio": next(
-                r["bound_ratio"] for r in rows if r["model"] == headline and r["schedule"] == "rollart_plus"
-            ),
-            "rows": rows,
-        }
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    sys.stdout.write("\n\n".join(tables(report).values()) + "\n")
     return 0
 
 

@@ -14,7 +14,9 @@ from rollart.launch.local import Placement
 from rollart.peer import Peer
 from rollart.protocol import Role
 
-__all__ = ["InstantLauncher", "SidePayloads", "key_file_of"]
+SIDE_BYTES, SIDE_SHARE = 1_000_000, 0.01
+
+__all__ = ["SIDE_BYTES", "SIDE_SHARE", "InstantLauncher", "SidePayloads", "key_file_of"]
 
 
 class SidePayloads:

@@ -78,9 +78,12 @@ async def _measure(live: int, turns_wanted: int, port: int) -> dict[str, object]
             counter.turns += 1
             return [{"role": "user", "content": "word" * OBSERVATION_TOKENS}]
 
+    async def reward(**_: Any) -> float:
+        return 1.0
+
     prompt = [{"role": "user", "content": "word" * FIRST_TOKENS}]
-    rows = [{"prompt": prompt, "answer": "", "example_id": 0, "task": "turns"}]
-    environment = Turns(max_turns=TURNS, dataset=Dataset.from_list(rows), rubric=vf.Rubric())
+    rows = [{"prompt": prompt, "answer": "", "example_id": 0}]
+    environment = Turns(max_turns=TURNS, dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[reward]))
     config = ClientConfig(
         api_key_var="BENCHMARK_KEY", api_base_url=f"http://127.0.0.1:{port}/v1", max_retries=0
     )

@@ -385,7 +385,8 @@ class Controller:
         while True:
             await asyncio.sleep(STATUS_EVERY_S)
             self.events.flush()
-            self._progress.status(self.status)
+            if self._progress.live:
+                self._progress.status(self.status)
 
 
 @contextlib.contextmanager

@@ -21,8 +21,12 @@ from rollart.random_model import vocabulary_size, write_model_folder
 __all__ = ["run_locally"]
 
 
-async def run_locally(config: Config, folder: RunFolder, *, stream: TextIO) -> Outcome:
+async def run_locally(
+    config: Config, folder: RunFolder, *, stream: TextIO, launcher: type[LocalLauncher] = LocalLauncher
+) -> Outcome:
     """Run ``config`` in ``folder``, with progress on ``stream``; SIGINT, SIGTERM and SIGHUP end it in order.
+
+    ``launcher`` may start its workers in a way of its own.
 
     ``RunError`` with the first cause when the run fails, ``ConfigError`` when the folder can't be made.
     """
@@ -37,7 +41,7 @@ async def run_locally(config: Config, folder: RunFolder, *, stream: TextIO) -> O
                 config,
                 folder,
                 transport,
-                launch=_launch_in(folder),
+                launch=_launch_in(folder, launcher),
                 progress=Progress(stream, config.steps),
                 vocabulary_size=vocabulary_size(
                     Path(config.model.path) if config.model.path else folder.model
@@ -49,10 +53,12 @@ async def run_locally(config: Config, folder: RunFolder, *, stream: TextIO) -> O
         folder.clean()
 
 
-def _launch_in(folder: RunFolder) -> Callable[[Callable[[WorkerExit], None]], LocalLauncher]:
+def _launch_in(
+    folder: RunFolder, launcher: type[LocalLauncher]
+) -> Callable[[Callable[[WorkerExit], None]], LocalLauncher]:
     store = folder.store
     assert store is not None
-    return lambda on_exit: LocalLauncher(folder.key_file, folder.logs, store, on_exit=on_exit)
+    return lambda on_exit: launcher(folder.key_file, folder.logs, store, on_exit=on_exit)
 
 
 @contextlib.contextmanager

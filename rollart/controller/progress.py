@@ -22,7 +22,8 @@ class Progress:
     def __init__(self, stream: TextIO, steps: int) -> None:
         self._stream = stream
         self._steps = steps
-        self._live = stream.isatty()
+        self.live = stream.isatty()
+        """Somebody may be watching: ``status`` shows something."""
         self._shown = 0
         self._gone = False
         """Nobody reads the stream any more."""
@@ -55,7 +56,7 @@ class Progress:
 
     def status(self, text: str) -> None:
         """What goes on right now; shown on a terminal only, until the next line."""
-        if self._live:
+        if self.live:
             text = text[: shutil.get_terminal_size().columns - 1]
             self._write(f"\r{text:<{self._shown}}")
             self._shown = len(text)

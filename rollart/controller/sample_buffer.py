@@ -10,6 +10,7 @@ place, and which groups form a batch.  The controller carries out the ``Orders``
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Protocol
 
@@ -295,9 +296,10 @@ class SampleBuffer:
     def waiting_for(self) -> str:
         """What the next batch waits for, with the ids, in one line."""
         complete = len(self.ready())
-        waiting = [t for g in self.groups.values() for t in g.in_flight.values()]
-        shown = ", ".join(f"{t.id} ({t.state})" for t in waiting[:8])
-        more = f" and {len(waiting) - 8} more" if len(waiting) > 8 else ""
+        waiting = sum(len(group.in_flight) for group in self.groups.values())
+        first = itertools.islice((t for g in self.groups.values() for t in g.in_flight.values()), 8)
+        shown = ", ".join(f"{t.id} ({t.state})" for t in first)
+        more = f" and {waiting - 8} more" if waiting > 8 else ""
         return (
             f"{complete} of {self.policy.per_batch} groups complete, {len(self.groups)} of {self.capacity} open; "
             f"waiting for {'trajectories ' + shown + more if waiting else 'admission'}"

@@ -68,10 +68,7 @@ class LocalLauncher:
         log = self._log_dir / f"{placement.name}.log"
         with log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                *("-m", "rollart.workers", placement.role),
-                *("--key-file", str(self._key_file), "--name", placement.name),
-                *("--hardware-class", placement.hardware_class, "--parent", str(os.getpid())),
+                *self.command(placement),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -82,6 +79,14 @@ class LocalLauncher:
         watcher = asyncio.get_running_loop().create_task(self._watch(placement, process))
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
+
+    def command(self, placement: Placement) -> list[str]:
+        """What is run for a worker."""
+        return [
+            *(sys.executable, "-m", "rollart.workers", placement.role),
+            *("--key-file", str(self._key_file), "--name", placement.name),
+            *("--hardware-class", placement.hardware_class, "--parent", str(os.getpid())),
+        ]
 
     def _environment(self, placement: Placement) -> dict[str, str]:
         own = {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "TMPDIR": str(self._temporary)}
