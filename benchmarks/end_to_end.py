@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -120,12 +119,13 @@ def tables(report: dict[str, Any]) -> dict[str, str]:
             text=1,
         )
     ]  # fmt: skip
-    slowest = next((row["seconds"] for row in report["rows"] if row["mode"] == "sync"), math.nan)
+    slowest = next((row["seconds"] for row in report["rows"] if row["mode"] == "sync"), None)
     for row in report["rows"]:
+        gain = None if slowest is None else slowest / row["seconds"]
         bound = "none" if row["train_lag_bound"] is None else row["train_lag_bound"]
         lines.append(
             f"| {row['mode']} | {row['seconds']:.0f} | {figure(row['samples_per_second'])} "
-            f"| {slowest / row['seconds']:.2f} | {row['predicted_s']:.0f} "
+            f"| {figure(gain)} | {row['predicted_s']:.0f} "
             f"| {row['predicted_s'] / row['seconds'] - 1:+.0%} | {row['get_batch_s']:.2f} | {row['train_step_s']:.2f} "
             f"| {row['train_lag_mean']:.2f} / {row['train_lag_max']:.0f} ({bound}) | {row['success']:.2f} "
             f"| {row['eval_success']:.2f} |"

@@ -222,6 +222,29 @@ async def test_episodes_wait_for_a_place(tmp_path: Path) -> None:
     assert not [e for e in run.events if isinstance(e, events.Moved) and e.after in ("failed", "pending")]
 
 
+async def test_cancelled_trajectories_end_and_are_replaced(tmp_path: Path) -> None:
+    """In whatever stage they are, also those that are only just started; evaluations and the ended are left."""
+    script = heavy_tailed(Script())
+    run = ScriptedRun(config_of(steps=4), script, tmp_path / "run")
+    task = asyncio.create_task(run.controller.run())
+    rollout, cancelled = None, 0
+    while not task.done():
+        await asyncio.sleep(0.01)
+        rollout = getattr(run.controller, "rollout", None)
+        if rollout is not None and cancelled < 6:
+            chosen = [t for g in rollout.buffer.groups.values() for t in (*g.in_flight.values(), *g.scored)][
+                :2
+            ]
+            rollout.cancel([*chosen, *chosen])
+            cancelled += len(chosen)
+            assert all(t.state.ended for t in chosen)
+    assert await task is Outcome.SUCCESS
+    assert run.violations == []
+    ends = [e for e in run.events if isinstance(e, events.Moved) and e.reason == "cancelled"]
+    assert 3 <= len(ends) <= cancelled, "a group that loses two may end, and its others with it"
+    assert rollout is not None and not rollout.manager.tasks
+
+
 async def test_redundant_members_are_aborted_at_the_engine(tmp_path: Path) -> None:
     script = Script()
     slow = iter([5.0, 5.0])

@@ -71,7 +71,9 @@ class World:
         trajectory.observed(pack_ids([1]), 0.0, False, {})
         run = VersionRun(self.versions.m if version is None else version, 1)
         trajectory.generated(pack_ids([2]), pack_floats([-1.0]), [run])
-        if score != score:
+        if version is None and run.version < self.bound.floor(self.versions):  # looked at at every turn
+            trajectory.abort(Reason.STALE)
+        elif score != score:
             trajectory.failed(Reason.ENV_ERROR, "broken", retry=False)
         else:
             trajectory.observed(b"", score, True, {})
@@ -192,7 +194,7 @@ POLICIES = st.fixed_dictionaries(
     policy=POLICIES,
     alpha=st.integers(0, 3),
     update_at=st.sampled_from(UpdateAt),
-    choices=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 10**6)), max_size=120),
+    choices=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 10**6)), max_size=120),
 )
 def test_any_order_keeps_the_rules(
     policy: dict[str, Any], alpha: int, update_at: UpdateAt, choices: list[tuple[int, int]]
@@ -208,6 +210,15 @@ def test_any_order_keeps_the_rules(
         if what <= 3 and live:
             trajectory = world.live[live[pick % len(live)]]
             world.finish(trajectory, [0.0, 1.0, 2.0, float("nan")][what])
+        elif what == 6:
+            known = [*world.live.values(), *(t for g in batch or () for t in g.scored)]
+            known += [t for g in world.buffer.groups.values() for t in g.scored]
+            if known:
+                world.carry_out(world.buffer.cancel(known[pick % len(known)]))
+        elif what == 7 and batch is not None:  # the step is skipped: the bound falls again
+            for trajectory in (t for group in batch for t in group.scored):
+                trajectory.fail(Reason.NAN, "not finite")
+            versions.busy, batch = False, None
         elif what == 4 and batch is None:
             batch = world.buffer.take_batch()
             for group in batch or ():
@@ -228,6 +239,10 @@ def test_any_order_keeps_the_rules(
         assert len(world.buffer.groups) <= max(world.buffer.capacity, before)
         in_groups = {t for g in world.buffer.groups.values() for t in g.in_flight}
         assert in_groups == set(world.live), "what is in flight is in a group, and nothing else is"
+        held = [t for g in world.buffer.groups.values() for t in (*g.in_flight.values(), *g.scored)]
+        floor = world.bound.floor(versions)
+        assert all(t.oldest is None or t.oldest >= floor for t in held), "what is too old is swept"
+        assert not any(t.state.ended for t in held)
     assert set(consumed.values()) <= {1}
     in_buffer = [t for g in world.buffer.groups.values() for t in (*g.in_flight.values(), *g.scored)]
     in_batch = [t for g in batch or () for t in g.scored]
