@@ -11,7 +11,6 @@ import msgspec
 import uvloop
 
 from rollart.config import Config, Evaluation, Rollout
-from rollart.controller.collector import spare_collections
 from rollart.controller.configuration import load_config
 from rollart.controller.local_run import run_locally
 from rollart.controller.run_folder import RunFolder
@@ -70,7 +69,6 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     options = parser.parse_args()
     config = run_config(options.mode, options.steps, options.folder)
-    spare_collections()
     uvloop.run(run_locally(config, RunFolder.choose(config), stream=sys.stdout, launcher=PinnedLauncher))
     return 0
 

@@ -12,7 +12,7 @@ from benchmarks.parts import turns
 from benchmarks.parts.measure import Lag, Usage, percentile, resident_bytes
 from benchmarks.parts.turns_launch import InstantLauncher, SidePayloads, key_file_of
 from rollart.controller import events
-from rollart.controller.collector import spare_collections
+from rollart.controller.collector import collecting_rarely
 from rollart.controller.controller import Controller
 from rollart.controller.progress import Progress
 from rollart.controller.run_folder import RunFolder
@@ -33,6 +33,7 @@ class _Counts:
 
     def __init__(self) -> None:
         self.turns = 0
+        self.most_live = 0
         self.bytes_before = 0
         """Resident when the first trajectory was made."""
         self.suspends: list[float] = []
@@ -48,7 +49,6 @@ class _Counts:
 
 async def measure(live: int, *, turns_wanted: int, side: SidePayloads) -> dict[str, object]:
     """A row: ``turns_wanted`` turns with about ``live`` trajectories in flight."""
-    spare_collections()
     config = turns.turns_config(live)
     with tempfile.TemporaryDirectory(prefix="rollart-benchmark-") as root:
         folder = RunFolder(Path(root) / "run")
@@ -67,9 +67,10 @@ async def measure(live: int, *, turns_wanted: int, side: SidePayloads) -> dict[s
             )
             counts = _Counts()
             controller.events.listen(counts.listen)
-            run = asyncio.ensure_future(controller.run())
-            watch = asyncio.ensure_future(_watch(controller, counts, live, turns_wanted))
-            await asyncio.wait({run, watch}, return_when=asyncio.FIRST_COMPLETED)
+            with collecting_rarely():
+                run = asyncio.ensure_future(controller.run())
+                watch = asyncio.ensure_future(_watch(controller, counts, live, turns_wanted))
+                await asyncio.wait({run, watch}, return_when=asyncio.FIRST_COMPLETED)
             if not watch.done():
                 watch.cancel()
                 run.result()
@@ -89,7 +90,7 @@ async def _watch(controller: Controller, counts: _Counts, live: int, turns_wante
         due = started + turns_wanted * (len(held) + 1) // MEMORY_SAMPLES
         while counts.turns < due:
             await asyncio.sleep(0.01)
-        held.append(_bytes_per_trajectory(controller, counts.bytes_before))
+        held.append(_bytes_per_trajectory(controller, counts))
     count, wall_s, cpu_s, thread_s = counts.turns - started, usage.wall_s, usage.cpu_s, usage.thread_s
     lag.stop()
     cancel_s = await _cancel(controller)
@@ -113,11 +114,15 @@ def _live(controller: Controller) -> list[Trajectory]:
     return [t for group in groups for t in (*group.in_flight.values(), *group.scored)]
 
 
-def _bytes_per_trajectory(controller: Controller, before: int) -> float:
-    """Resident memory beyond what the process had before the run, and beyond the tokens."""
+def _bytes_per_trajectory(controller: Controller, counts: _Counts) -> float:
+    """Resident memory beyond what the process had before the run, and beyond the tokens.
+
+    Over the most that were live until now: what a process once had it does not give back.
+    """
     live = _live(controller)
+    counts.most_live = max(counts.most_live, len(live))
     tokens = sum(TOKEN_BYTES * t.tokens + LOGPROB_BYTES * t.sampled for t in live)
-    return (resident_bytes() - before - tokens) / len(live)
+    return (resident_bytes() - counts.bytes_before - tokens) / counts.most_live
 
 
 async def _cancel(controller: Controller) -> float:

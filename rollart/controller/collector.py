@@ -1,21 +1,50 @@
 """Python's garbage collector in a process that is a controller.
 
-What a trajectory holds is freed by reference counts; the collector finds next to nothing, but by default it
-walks through everything alive again and again, and all trajectories wait meanwhile (docs/performance.md).
+What a trajectory holds is freed by reference counts; the collector finds next to nothing, but by itself it walks
+through everything alive again and again, and all trajectories wait meanwhile (docs/performance.md).  So it looks only
+now and then, as rarely as makes its share of the time ``SHARE``.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import gc
+import logging
+import time
+from collections.abc import Iterator
 
-__all__ = ["spare_collections"]
+__all__ = ["collecting_rarely"]
 
-YOUNG_OBJECTS = 20_000
-"""New objects between two looks at the new ones; Python's own value is 700."""
+logger = logging.getLogger(__name__)
+
+LEAST_S = 30.0
+SHARE = 0.01
 
 
-def spare_collections() -> None:
-    """Look at what is there now no more, and at what comes more rarely."""
+@contextlib.contextmanager
+def collecting_rarely() -> Iterator[None]:
+    """While it lasts, on the running loop, collections are few; for a process whose main work is a run."""
+    loop = asyncio.get_running_loop()
+    was_enabled = gc.isenabled()
     gc.collect()
-    gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
+    gc.freeze()  # what is there now stays: it need not be looked at again
+    gc.disable()
+    timer: asyncio.TimerHandle
+
+    def collect() -> None:
+        nonlocal timer
+        started = time.perf_counter()
+        found = gc.collect()
+        took_s = time.perf_counter() - started
+        logger.info("collected %d objects in %.0f ms", found, took_s * 1e3)
+        timer = loop.call_later(max(LEAST_S, took_s / SHARE), collect)
+
+    timer = loop.call_later(LEAST_S, collect)
+    try:
+        yield
+    finally:
+        timer.cancel()
+        gc.unfreeze()
+        if was_enabled:
+            gc.enable()

@@ -101,11 +101,9 @@ def _run(options: argparse.Namespace) -> int:
 def _start(config: Config, folder: RunFolder) -> int:
     import uvloop
 
-    from rollart.controller.collector import spare_collections
     from rollart.controller.controller import Outcome
     from rollart.controller.local_run import run_locally
 
-    spare_collections()
     outcome = uvloop.run(run_locally(config, folder, stream=sys.stdout))
     sys.stdout.write(f"{outcome}: {folder.path}\n")
     return INTERRUPTED if outcome is Outcome.INTERRUPTED else 0

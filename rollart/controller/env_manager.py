@@ -81,7 +81,7 @@ class EnvManager:
         for _ in range(min(STARTS_AT_ONCE, len(self._starting))):
             trajectory = self._starting.popleft()
             if trajectory.state.ended:
-                self._pace.leave(trajectory)
+                self._pace.leave(trajectory.id)
             else:
                 self._give_owner(trajectory)
         if self._starting:
@@ -94,7 +94,7 @@ class EnvManager:
         )
         self.tasks[trajectory.id] = task
         # Not in the owner itself: a task that is cancelled before it begins runs none of its code.
-        task.add_done_callback(lambda _: self._owner_ended(trajectory))
+        task.add_done_callback(self._owner_ended)
 
     def stop(self, trajectory: Trajectory) -> None:
         """The trajectory has ended by another's decision: stop its owner, and what it waits for."""
@@ -102,9 +102,10 @@ class EnvManager:
         if task is not None and task is not asyncio.current_task():
             task.cancel()
 
-    def _owner_ended(self, trajectory: Trajectory) -> None:
-        del self.tasks[trajectory.id]
-        self._pace.leave(trajectory)
+    def _owner_ended(self, task: asyncio.Task[None]) -> None:
+        id = int(task.get_name().rpartition(" ")[2])  # a closure for each would be a tenth of all they hold
+        del self.tasks[id]
+        self._pace.leave(id)
 
     async def close(self) -> None:
         """Stop every owner, and wait until each has ended."""

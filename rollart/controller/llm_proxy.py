@@ -119,13 +119,44 @@ class LLMProxy:
         avoid: str | None = None
         for tries_left in range(self._retries, -1, -1):
             engine = self._choose(trajectory, avoid) or await self._wait_for_engine(trajectory, avoid)
+            version, link = engine.version, engine.link
+            greedy = trajectory.kind is Kind.EVAL
+            max_tokens = min(trajectory.limits.max_tokens, trajectory.room)
+            load = trajectory.tokens + max_tokens
+            self._previous[trajectory.id] = link.name
+            engine.requests += 1
+            engine.candidate.tokens += load
             try:
-                return await self._ask(engine, trajectory)
+                generated = await self._switchboard.call(
+                    link,
+                    self._request(trajectory, max_tokens, greedy=greedy),
+                    Generated,
+                    timeout_s=self._inference.generate_timeout_s,
+                )
+                self._check(generated, link, max_tokens, version, greedy=greedy)
+                return Answer(generated, link.name, version)
             except CallError as error:
                 if not error.retry or not tries_left:
                     raise
-                avoid = engine.link.name
+                avoid = link.name
+            finally:
+                engine.requests -= 1
+                engine.candidate.tokens -= load
         raise AssertionError("unreachable")
+
+    def _request(self, trajectory: Trajectory, max_tokens: int, *, greedy: bool) -> Generate:
+        seq = self._switchboard.next_seq()
+        return Generate(
+            seq=seq,
+            request_id=f"{trajectory.session}.{trajectory.turns}.{seq}",
+            prompt=bytes(trajectory.ids),
+            max_tokens=max_tokens,
+            temperature=0.0 if greedy else self._sampling.temperature,
+            allowed_token_ids=self._allowed,
+            stop_token_ids=self._stops,
+            ignore_eos=self._sampling.ignore_eos,
+            seed=None,
+        )
 
     def forget(self, trajectory: Trajectory) -> None:
         """The trajectory needs no more answers."""
@@ -159,38 +190,6 @@ class LLMProxy:
     def _lowest(self, trajectory: Trajectory) -> int:
         """An evaluation is never trained on, so it is not bound by staleness."""
         return 0 if trajectory.kind is Kind.EVAL else self._lowest_version()
-
-    async def _ask(self, engine: Engine, trajectory: Trajectory) -> Answer:
-        version, link = engine.version, engine.link
-        max_tokens = min(trajectory.limits.max_tokens, trajectory.room)
-        load = trajectory.tokens + max_tokens
-        greedy = trajectory.kind is Kind.EVAL
-        seq = self._switchboard.next_seq()
-        self._previous[trajectory.id] = link.name
-        engine.requests += 1
-        engine.candidate.tokens += load
-        try:
-            generated = await self._switchboard.call(
-                link,
-                Generate(
-                    seq=seq,
-                    request_id=f"{trajectory.session}.{trajectory.turns}.{seq}",
-                    prompt=bytes(trajectory.ids),
-                    max_tokens=max_tokens,
-                    temperature=0.0 if greedy else self._sampling.temperature,
-                    allowed_token_ids=self._allowed,
-                    stop_token_ids=self._stops,
-                    ignore_eos=self._sampling.ignore_eos,
-                    seed=None,
-                ),
-                Generated,
-                timeout_s=self._inference.generate_timeout_s,
-            )
-        finally:
-            engine.requests -= 1
-            engine.candidate.tokens -= load
-        self._check(generated, link, max_tokens, version, greedy=greedy)
-        return Answer(generated, link.name, version)
 
     def _check(self, generated: Generated, link: Link, max_tokens: int, routed: int, *, greedy: bool) -> None:
         """``CallError`` for an answer that can't be true."""

@@ -24,8 +24,8 @@ class Pace(Protocol):
     async def before(self, trajectory: Trajectory, todo: Next) -> None:
         """Wait until the trajectory may do ``todo``."""
 
-    def leave(self, trajectory: Trajectory) -> None:
-        """It has none any more; may be told twice."""
+    def leave(self, id: int) -> None:
+        """The trajectory of that id has none any more; may be told twice."""
 
 
 class OwnPace:
@@ -37,7 +37,7 @@ class OwnPace:
     async def before(self, trajectory: Trajectory, todo: Next) -> None:
         """At once."""
 
-    def leave(self, trajectory: Trajectory) -> None:
+    def leave(self, id: int) -> None:
         """Nothing to know."""
 
 
@@ -66,10 +66,10 @@ class LockStep:
         self._go_on()
         await turn
 
-    def leave(self, trajectory: Trajectory) -> None:
+    def leave(self, id: int) -> None:
         """The others don't wait for it any more."""
-        if trajectory.id in self._waiting:
-            del self._waiting[trajectory.id]
+        if id in self._waiting:
+            del self._waiting[id]
             self._go_on()
 
     def _go_on(self) -> None:

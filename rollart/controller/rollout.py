@@ -27,6 +27,7 @@ from rollart.packing import ID_BYTES, count_unsound
 __all__ = ["Rollout"]
 
 EVAL_GROUP = -1
+GROUPS_AT_ONCE = 64
 
 
 class Rollout:
@@ -52,6 +53,7 @@ class Rollout:
         self._metrics = metrics
         self._next_id = 0
         self._admitting = False
+        self._admit_soon = False
         self._batch_wanted: asyncio.Future[list[Group]] | None = None
         self.in_training: list[Group] = []
         """The groups of the batch that is in training."""
@@ -103,11 +105,23 @@ class Rollout:
     def review(self) -> None:
         """The versions changed, or a group left: abort what is too old, admit what fits, offer a batch."""
         self._proxy.changed()  # a request may wait for a worker that the bound barred until now
-        orders = self.buffer.sweep()
-        if self._admitting:
-            orders.add(self.buffer.admit())
-        self._carry_out(orders)
+        self._carry_out(self.buffer.sweep())
+        self._admit_some()
         self._offer_batch()
+
+    def _admit_some(self) -> None:
+        """Open groups, a few at a time: a new batch must not keep all others waiting."""
+        if not self._admitting:
+            return
+        before = len(self.buffer.groups)
+        self._carry_out(self.buffer.admit(GROUPS_AT_ONCE))
+        if len(self.buffer.groups) - before == GROUPS_AT_ONCE and not self._admit_soon:
+            self._admit_soon = True
+            asyncio.get_running_loop().call_soon(self._admit_more)
+
+    def _admit_more(self) -> None:
+        self._admit_soon = False
+        self._admit_some()
 
     def _offer_batch(self) -> None:
         if self._batch_wanted is None or self._batch_wanted.done():
@@ -236,8 +250,7 @@ class Rollout:
             self.evaluation.settled(trajectory)
             return
         self._carry_out(self.buffer.settled(trajectory))
-        if self._admitting:
-            self._carry_out(self.buffer.admit())
+        self._admit_some()
         self._offer_batch()
 
     def _group_ended(self, group: Group, outcome: str) -> None:

@@ -132,10 +132,11 @@ class SampleBuffer:
             self.versions, per_batch=self.policy.per_batch, redundant=self.policy.redundant_groups
         )
 
-    def admit(self) -> Orders:
-        """Open as many groups as the bound allows now."""
+    def admit(self, most: int | None = None) -> Orders:
+        """Open as many groups as the bound allows now, and no more than ``most``."""
         orders = Orders()
-        for _ in range(self.capacity - len(self.groups)):
+        free = self.capacity - len(self.groups)
+        for _ in range(free if most is None else min(free, most)):
             task, seed = self._draw_task()
             group = Group(self._next_group, task, seed, self.policy.refills)
             self._next_group += 1

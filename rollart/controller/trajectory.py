@@ -116,8 +116,8 @@ class Trajectory:
     """One episode of one task instance; ids of trajectories are never used twice in a run."""
 
     __slots__ = (
+        "_answer_bytes",
         "_observer",
-        "answer",
         "attempt",
         "detail",
         "group",
@@ -179,8 +179,7 @@ class Trajectory:
         """Runs over the S sampled tokens; their versions never fall."""
         self.tokens = 0
         """T, prompt and observations included."""
-        self.answer = b""
-        """The ids of the last answer."""
+        self._answer_bytes = 0
         self.turns = 0
         self.reward = 0.0
         """Sum of the environment's step rewards."""
@@ -223,7 +222,7 @@ class Trajectory:
     def generated(self, ids: bytes, logprobs: bytes, versions: Sequence[VersionRun]) -> Next:
         """The engine answered; greedy answers (of evaluations) carry no log-probabilities."""
         count = len(ids) // ID_BYTES
-        self.answer = ids
+        self._answer_bytes = len(ids)
         self.ids += ids
         self.mask += b"\x01" * count
         self.tokens += count
@@ -293,6 +292,11 @@ class Trajectory:
         return self.versions[-1].version if self.versions else -1
 
     @property
+    def answer(self) -> bytes:
+        """The ids of the last answer; only until the next observation."""
+        return bytes(self.ids[-self._answer_bytes :])
+
+    @property
     def session(self) -> str:
         """The name of this attempt's episode at its environment worker."""
         return f"{self.id}.{self.attempt}"
@@ -302,7 +306,7 @@ class Trajectory:
         sample = TrainSample(
             self.id, bytes(self.ids), bytes(self.mask), bytes(self.logprobs), list(self.versions), self.score
         )
-        self.ids, self.mask, self.logprobs, self.answer = bytearray(), bytearray(), bytearray(), b""
+        self.ids, self.mask, self.logprobs = bytearray(), bytearray(), bytearray()
         return sample
 
     def _append_run(self, run: VersionRun) -> None:
