@@ -21,8 +21,8 @@ from rollart.simulation.workload import Distribution
 
 STEPS = 7
 FULL_SEEDS = 2
-SHORT = ("latency", "--seeds", "1")
-FULL = ("--seeds", str(FULL_SEEDS), "--figures", "docs/figures")
+SHORT_FORM = ["latency", "--seeds", "1"]
+FULL = ("--figures", "docs/figures")
 GROUPS = 32
 """Half the paper's batch: what is compared are ratios, and the sweeps are long."""
 
@@ -201,7 +201,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--figures", type=Path, metavar="FOLDER", help="draw ablation_NAME.svg there")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    parser.add_argument("--short", action="store_true", help=f"the same as {' '.join(SHORT_FORM)}")
     options = parser.parse_args(arguments)
+    if options.short:
+        options = parser.parse_args(SHORT_FORM, options)
     unknown = [name for name in options.names if name not in ABLATIONS]
     if unknown or options.seeds < 1 or options.jobs < 1:
         wrong = (

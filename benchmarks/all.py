@@ -1,7 +1,7 @@
 """Every benchmark of the project, one after the other: ``python -m benchmarks.all``.
 
-A benchmark is a module of this package that says what its short form is (``SHORT``) and its whole one (``FULL``),
-takes ``--json FILE`` and makes tables for the docs (``tables``).  Its figures go to ``benchmarks/results``, and
+A benchmark is a module of this package that takes ``--json FILE`` and ``--short``, makes tables for the docs
+(``tables``), and says what else its whole form wants (``FULL``).  Its figures go to ``benchmarks/results``, and
 the tables in the docs are made anew from them.
 """
 
@@ -24,7 +24,7 @@ def found() -> dict[str, ModuleType]:
     """All benchmarks by name."""
     names = [module.name for module in pkgutil.iter_modules(benchmarks.__path__) if not module.ispkg]
     modules = {name: importlib.import_module(f"benchmarks.{name}") for name in names if name != "all"}
-    return {name: module for name, module in modules.items() if hasattr(module, "SHORT")}
+    return {name: module for name, module in modules.items() if hasattr(module, "FULL")}
 
 
 def run(name: str, arguments: tuple[str, ...], results: Path) -> bool:
@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
         RESULTS.mkdir(exist_ok=True)
         for name in options.names or benchmarks_found:
             module = benchmarks_found[name]
-            if not run(name, module.FULL if options.full else module.SHORT, RESULTS):
+            if not run(name, module.FULL if options.full else ("--short",), RESULTS):
                 failed.append(name)
     try:
         for page in render():

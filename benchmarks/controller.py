@@ -20,7 +20,6 @@ from typing import Any
 from benchmarks.parts.report import Row, figure, heading, run_row, write_report
 from benchmarks.parts.turns_launch import SIDE_BYTES, SIDE_SHARE
 
-SHORT = ("--short",)
 FULL: tuple[str, ...] = ()
 LIVE = (1_000, 10_000, 100_000)
 PEERS_LIVE = 1_000

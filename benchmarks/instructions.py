@@ -26,7 +26,6 @@ from rollart.simulation.scenario import SMALL
 from rollart.simulation.workload import Distribution, Family
 from rollart.simulation.world import Timings
 
-SHORT: tuple[str, ...] = ()
 FULL: tuple[str, ...] = ()
 STORED = Path(__file__).parent / "results" / "instructions.json"
 ROOT = Path(__file__).parent.parent
@@ -106,7 +105,7 @@ def _setup() -> Setup:
         engine=lambda placement: BatchingEngine(
             EngineCosts(CPU, SMALL, step_overhead_s=0.01), token_budget=2048
         ),
-        step_s=lambda lengths: 1.0,
+        step_s=lambda lengths, scored: 1.0,
         delay=lambda worker, size: 0.001,
     )
 
@@ -134,6 +133,7 @@ def tables(report: Row) -> dict[str, str]:
 def main(arguments: list[str] | None = None) -> int:
     """Carry out the command line; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.instructions", description=__doc__)
+    parser.add_argument("--short", action="store_true", help="as without: there is one form only")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     options = parser.parse_args(arguments)
     stored = json.loads(STORED.read_text()) if STORED.exists() else None

@@ -45,8 +45,9 @@ PAPER_RANGES = {
 """Throughput of the second over the first, over the paper's models."""
 MODELS = {"8B": "Qwen3-8B", "14B": "Qwen3-14B", "32B": "Qwen3-32B"}
 FULL_SEEDS = 3
-SHORT = ("--models", "32B", "--seeds", "1", "--steps", "4")
-FULL = ("--seeds", str(FULL_SEEDS), "--steps", "7")
+FULL_STEPS = 7
+SHORT_FORM = ["--models", "32B", "--seeds", "1", "--steps", "4"]
+FULL: tuple[str, ...] = ()
 
 
 def measure(model: str, schedule: str, seed: int, steps: int, changes: Row | None = None) -> Row:
@@ -203,11 +204,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--models", default="8B,14B,32B", help="of 8B, 14B and 32B")
     parser.add_argument("--seeds", type=int, default=FULL_SEEDS, help="so many, from 0")
     parser.add_argument(
-        "--steps", type=int, default=8, help=f"train_steps, the first {WARM_UP} of which don't count"
+        "--steps", type=int, default=FULL_STEPS, help=f"train_steps, the first {WARM_UP} of which don't count"
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    parser.add_argument("--short", action="store_true", help=f"the same as {' '.join(SHORT_FORM)}")
     options = parser.parse_args(arguments)
+    if options.short:
+        options = parser.parse_args(SHORT_FORM, options)
     models = options.models.split(",")
     unknown = [model for model in models if model not in MODELS]
     if unknown or options.seeds < 1 or options.steps <= WARM_UP or options.jobs < 1:

@@ -78,7 +78,7 @@ def setup_of(
         engine=lambda placement: BatchingEngine(
             EngineCosts(CPU, SMALL, step_overhead_s=token_s), token_budget=2048
         ),
-        step_s=lambda lengths: train_s,
+        step_s=lambda lengths, scored: train_s,
         delay=lambda worker, size: 0.001,
     )
 

@@ -18,7 +18,7 @@ from rollart.errors import ConfigError
 from rollart.launch.local import Placement
 from rollart.protocol import Role
 from rollart.simulation.engine import BatchingEngine
-from rollart.simulation.fitting import Measured, Sample, padded_tokens
+from rollart.simulation.fitting import Measured, Sample, trained_tokens
 from rollart.simulation.hardware import GIB, ModelShape, dense_model
 from rollart.simulation.host import Sharing
 from rollart.simulation.run import Setup
@@ -75,8 +75,8 @@ class EngineModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainerModel(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of a train_step, on cores of its own: ``step_s`` + ``token_s`` × tokens, prompts and the padding of
-    micro-batches included."""
+    """Seconds of a train_step, on cores of its own: ``step_s`` + ``token_s`` × tokens, prompts, the padding of
+    micro-batches and a third of what is only read for verification included."""
 
     step_s: Measured
     token_s: Measured
@@ -230,9 +230,18 @@ class _Uncached(BatchingEngine):
         super().submit(now, id, f"{key}.{id}", prompt_tokens, new_tokens)
 
 
-def train_step_s(calibration: Calibration, config: Config, replicas: int, lengths: Sequence[int]) -> float:
-    """Seconds of a train_step on sequences of these lengths, divided among ``replicas`` trainers."""
-    trainer, tokens = calibration.trainer, padded_tokens(lengths, config.trainer.micro_batch_sequences)
+def train_step_s(
+    calibration: Calibration,
+    config: Config,
+    replicas: int,
+    lengths: Sequence[int],
+    scored: Sequence[int] = (),
+) -> float:
+    """Seconds of a train_step, as of ``StepTime``, divided among ``replicas`` trainers."""
+    trainer, tokens = (
+        calibration.trainer,
+        trained_tokens(lengths, scored, config.trainer.micro_batch_sequences),
+    )
     return max(1e-6, trainer.step_s.value + trainer.token_s.value * tokens / replicas)
 
 

@@ -22,6 +22,8 @@ __all__ = ["Cluster", "Pool", "cluster_setup"]
 
 LATENCY_S = {Role.INFERENCE: 0.0005, Role.TRAINER: 0.0005, Role.ENVIRONMENT: 0.002}
 """One way, between the controller and a worker; environments are in another cluster."""
+JITTER = 0.3
+"""Of the logarithm of a message's delay: an assumption."""
 
 
 class Pool(msgspec.Struct, frozen=True):
@@ -93,8 +95,9 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
             HARDWARE[self.trainer_class], self.model, self.trainer, utilization=self.trainer_utilization
         )
 
-    def train_step_s(self, lengths: Sequence[int]) -> float:
-        """Seconds of a train_step on trajectories of these lengths, with the log-probabilities before it."""
+    def train_step_s(self, lengths: Sequence[int], scored: Sequence[int] = ()) -> float:
+        """Seconds of a train_step on trajectories of these lengths, with the log-probabilities of all before it,
+        whatever would be ``scored``."""
         costs, tokens = self.training_costs(), sum(lengths)
         mean = sum(length * length for length in lengths) / tokens
         return costs.train_step_s(tokens, mean, updates=self.train_updates) + costs.forward_s(tokens, mean)
@@ -122,6 +125,7 @@ def cluster_setup(cluster: Cluster, config: Config, families: Mapping[str, Famil
         engine=engine,
         step_s=cluster.train_step_s,
         delay=_delay_s,
+        jitter=JITTER,
     )
 
 

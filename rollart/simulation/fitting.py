@@ -26,6 +26,7 @@ __all__ = [
     "padded_tokens",
     "sample_of",
     "shared_share",
+    "trained_tokens",
     "turns_of",
 ]
 
@@ -125,6 +126,12 @@ def padded_tokens(lengths: Sequence[int], micro_batch_sequences: int) -> int:
         ordered[low : low + micro_batch_sequences] for low in range(0, len(ordered), micro_batch_sequences)
     ]
     return sum(len(part) * part[-1] for part in parts)
+
+
+def trained_tokens(lengths: Sequence[int], scored: Sequence[int], micro_batch_sequences: int) -> float:
+    """Tokens by what they cost: those that are ``scored``, without a gradient, a third of those that are trained on."""
+    trained, read = (padded_tokens(each, micro_batch_sequences) for each in (lengths, scored))
+    return trained + read / 3
 
 
 def shared_share(groups: Sequence[tuple[int, int]]) -> Measured:

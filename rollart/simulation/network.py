@@ -42,11 +42,15 @@ class _Lane:
 class SimNetwork:
     """The controller's transport, and what its workers dial."""
 
-    def __init__(self, delay: Delay, *, interfere: Interfere | None = None) -> None:
+    def __init__(
+        self, delay: Delay, *, jitter: Callable[[], float] | None = None, interfere: Interfere | None = None
+    ) -> None:
+        """``jitter()`` is what each message's delay is multiplied by."""
         self.refused_peers = 0
         self.taps: list[Tap] = []
         self.messages = 0
         self._delay = delay
+        self._jitter = jitter
         self._interfere = interfere
         self._on_frames: OnFrames | None = None
         self._lanes: dict[bytes, tuple[_Lane, _Lane]] = {}
@@ -124,7 +128,8 @@ class SimNetwork:
         loop = asyncio.get_running_loop()
         for message in arriving:
             size = sum(map(len, message))
-            lane.free_at = max(lane.free_at, loop.time() + self._delay(worker, size))
+            delay_s = self._delay(worker, size) * (self._jitter() if self._jitter is not None else 1.0)
+            lane.free_at = max(lane.free_at, loop.time() + delay_s)
             loop.call_at(lane.free_at, self._arrive, worker, lane, message)
 
     def _arrive(self, worker: str, lane: _Lane, frames: list[bytes]) -> None:

@@ -7,6 +7,7 @@ began.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from rollart.controller import events
 from rollart.controller.configuration import load_config
 from rollart.controller.trajectory import Kind, Reason, State
 from rollart.errors import ConfigError
-from rollart.simulation.fitting import padded_tokens
+from rollart.simulation.fitting import trained_tokens
 
 __all__ = ["Call", "Episode", "Observed", "Request", "TrainStep", "observe", "read_run"]
 
@@ -67,8 +68,8 @@ class TrainStep(msgspec.Struct, frozen=True):
 
     start_s: float
     end_s: float
-    tokens: int
-    """Of its sequences, prompts and the padding of its micro-batches included."""
+    tokens: float
+    """As of ``trained_tokens``."""
     sequences: int
 
 
@@ -170,7 +171,14 @@ def _trained(seen: Observed, event: events.TrainedStep, rows: list[dict[str, flo
         return
     seconds = rows[event.step]["train_step_seconds"]
     lengths = [sample.tokens for sample in event.samples]
-    tokens = padded_tokens(lengths, seen.config.trainer.micro_batch_sequences)
+    scored = [
+        sample.tokens
+        for sample in event.samples
+        for version in {run.version for run in sample.versions}
+        if version != event.before
+    ]
+    scored = scored[: math.ceil(seen.config.trainer.verify_share * len(scored))]
+    tokens = trained_tokens(lengths, scored, seen.config.trainer.micro_batch_sequences)
     seen.train_steps.append(TrainStep(event.t - seconds, event.t, tokens, len(event.samples)))
 
 

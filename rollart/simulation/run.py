@@ -8,6 +8,7 @@ import json
 import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -29,7 +30,7 @@ from rollart.simulation.launcher import SimLauncher
 from rollart.simulation.loop import Deadlock, VirtualLoop
 from rollart.simulation.network import SimDialer, SimNetwork
 from rollart.simulation.output import MemoryOutput
-from rollart.simulation.trainer import SimTrainer
+from rollart.simulation.trainer import SimTrainer, StepTime
 from rollart.simulation.truth import Truth
 from rollart.simulation.wire import WireRules
 from rollart.simulation.workload import Family
@@ -50,10 +51,12 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     timings: Timings
     engine: Callable[[Placement], BatchingEngine]
     """The engine of an inference worker."""
-    step_s: Callable[[Sequence[int]], float]
-    """Seconds of a train_step on sequences of these lengths."""
+    step_s: StepTime
+    """Seconds of a train_step."""
     delay: Callable[[str, int], float]
     """(worker, bytes) → seconds that a message takes."""
+    jitter: float = 0.0
+    """Standard deviation of the logarithm of what each message's delay is multiplied by."""
     sharing: Sharing | None = None
     """The machine whose cores all workers share; by default each has its own."""
     environment_threads: int | None = None
@@ -121,7 +124,13 @@ class _Run:
             self.messages = Messages(setup.delay, setup.sharing.message_s, self.world.host)
         self.injector = Injector(faults, self.world)
         delay = self.messages or setup.delay
-        self.network = SimNetwork(delay, interfere=self.injector.interfere if faults else None)
+        self.network = SimNetwork(
+            delay,
+            jitter=partial(self.world.rng("network").lognormvariate, 0.0, setup.jitter)
+            if setup.jitter
+            else None,
+            interfere=self.injector.interfere if faults else None,
+        )
         self.wire = WireRules()
         if check:
             self.network.taps.append(self.wire.hear)

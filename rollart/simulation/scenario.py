@@ -112,7 +112,7 @@ def draw_scenario(seed: int) -> Scenario:
         families=families,
         timings=timings,
         engine=engine,
-        step_s=lambda lengths: train_s,
+        step_s=lambda lengths, scored: train_s,
         delay=delay,
     )
     return Scenario(setup, _faults(rng, config))

@@ -7,6 +7,7 @@ id was applied already is answered from memory.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
@@ -26,13 +27,18 @@ from rollart.protocol import (
     ToWorker,
     Trained,
     TrainGroup,
+    TrainSample,
     TrainStep,
 )
 from rollart.simulation.world import World, canary_logprobs
 from rollart.workers.dialer import Dialer
 from rollart.workers.worker import Deterministic, Worker
 
-__all__ = ["SimTrainer"]
+__all__ = ["SimTrainer", "StepTime"]
+
+StepTime = Callable[[Sequence[int], Sequence[int]], float]
+"""(lengths, scored) → seconds of a train_step on sequences of these lengths, of which those in ``scored`` are read once
+more, under weights other than the current ones, to verify their log-probabilities."""
 
 _decoder = msgspec.msgpack.Decoder(TrainGroup)
 
@@ -49,9 +55,8 @@ class SimTrainer(Worker):
         name: str,
         hardware_class: str,
         world: World,
-        step_s: Callable[[Sequence[int]], float],
+        step_s: StepTime,
     ) -> None:
-        """``step_s(lengths)``: seconds of a train_step on sequences of these lengths."""
         super().__init__(dialer, name=name, hardware_class=hardware_class)
         self.busy_s = 0.0
         self._world = world
@@ -94,8 +99,9 @@ class SimTrainer(Worker):
             raise Deterministic(f"it has version {self._version}, not {request.version}")
         groups = [_decoder.decode(frame) for frame in payload]
         ailments = self._world.of(self.name)
-        lengths = [len(sample.ids) // ID_BYTES for group in groups for sample in group.samples]
-        seconds = self._step_s(lengths) * ailments.slowdown
+        samples = [sample for group in groups for sample in group.samples]
+        lengths = [len(sample.ids) // ID_BYTES for sample in samples]
+        seconds = self._step_s(lengths, _scored(samples, lengths, request)) * ailments.slowdown
         started, sharing = asyncio.get_running_loop().time(), self._world.sharing
         await self._world.compute(self.name, seconds, sharing.trainer_threads if sharing else 1)
         self.busy_s += asyncio.get_running_loop().time() - started
@@ -110,3 +116,14 @@ class SimTrainer(Worker):
         answer = Trained(request.seq, request.step_id, self._version, skipped, {"logprob_gap_mean": 0.0})
         self._answers = {request.step_id: answer}
         return answer
+
+
+def _scored(samples: list[TrainSample], lengths: list[int], request: TrainStep) -> list[int]:
+    """The lengths of what is verified, as often as it has versions that are not the current one's."""
+    chosen = range(math.ceil(request.verify_share * len(samples)))  # whichever: they are as good as drawn
+    return [
+        lengths[number]
+        for number in chosen
+        for version in {run.version for run in samples[number].versions}
+        if version != request.version
+    ]
