@@ -52,6 +52,8 @@ BURST = 150
 """Messages, at least, in a stretch that the controller handles one after the other."""
 FASTEST = 0.02
 """Share of the stretches that tell its rate: where it has nothing else to wait for."""
+FIXED_SHARE = 0.1
+"""Of a train_step: about what its fixed part may be, unless the steps say otherwise."""
 ROUNDS = 3
 SHORT_TOKENS = 4
 """Answers of fewer, on average, show the engine's single steps."""
@@ -219,6 +221,8 @@ def _first(seen: Observed, cores: int, message_s: Measured) -> Calibration:
     trainer, trainer_error = fit(
         [[1.0, float(step.tokens)] for step in seen.train_steps],
         [work(step.start_s, step.end_s) for step in seen.train_steps],
+        # The batches of one run are much alike, and say little of what a batch of no tokens would take.
+        small={0: FIXED_SHARE},
     )
     swaps = seen.swaps
     environments = _Environments(seen)

@@ -10,7 +10,7 @@ import math
 import random
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -158,11 +158,14 @@ def shared_share(groups: Sequence[tuple[int, int]]) -> Measured:
     return Measured(_round(share), _round(error / (2 * max(share, 0.1))), len(sizes))
 
 
-def fit(rows: Sequence[Sequence[float]], targets: Sequence[float]) -> tuple[list[Measured], float]:
+def fit(
+    rows: Sequence[Sequence[float]], targets: Sequence[float], *, small: Mapping[int, float] | None = None
+) -> tuple[list[Measured], float]:
     """Coefficients of at least 0 for the columns of ``rows``, by least squares, and the relative error of one target.
 
     Each target counts relative to its size, so that few long ones don't decide alone.  A column that would need
-    a coefficient below 0 gets 0.
+    a coefficient below 0 gets 0.  ``small`` says of a column what share of the mean target its part is thought to be
+    at most, one standard deviation: where the targets themselves say little of it, it stays near 0.
     """
     width = len(rows[0]) if rows else 0
     kept = [(row, y) for row, y in zip(rows, targets, strict=True) if y > 0]
@@ -173,6 +176,24 @@ def fit(rows: Sequence[Sequence[float]], targets: Sequence[float]) -> tuple[list
     moments = [[sum(row[a] * row[b] for row, _ in weighted) for b in range(width)] for a in range(width)]
     products = [sum(row[a] * y for row, y in weighted) for a in range(width)]
     square = sum(y * y for _, y in weighted)
+    left, coefficients, variances = _least(moments, products, square)
+    noise = max(0.0, left) / max(1, len(kept) - width)
+    if small:
+        for column, share in small.items():
+            moments[column][column] += noise / (share * mean) ** 2
+        left, coefficients, variances = _least(moments, products, square)
+    measured = [
+        Measured(_round(value), _round(math.sqrt(max(0.0, variance) * noise)), len(kept))
+        for value, variance in zip(coefficients, variances, strict=True)
+    ]
+    return measured, _round(math.sqrt(max(0.0, left) / len(kept)))
+
+
+def _least(
+    moments: list[list[float]], products: list[float], square: float
+) -> tuple[float, list[float], list[float]]:
+    """What is left of ``square``, the coefficients, and their variances by the unit of noise."""
+    width = len(products)
     best: tuple[float, list[float], list[float]] = (square, [0.0] * width, [0.0] * width)
     for count in range(1, width + 1):
         for columns in itertools.combinations(range(width), count):
@@ -186,13 +207,7 @@ def fit(rows: Sequence[Sequence[float]], targets: Sequence[float]) -> tuple[list
                 for i, a in enumerate(columns):
                     coefficients[a], variances[a] = found[i], inverse[i][i]
                 best = (left, coefficients, variances)
-    left, coefficients, variances = best
-    noise = max(0.0, left) / max(1, len(kept) - width)
-    measured = [
-        Measured(_round(value), _round(math.sqrt(max(0.0, variance) * noise)), len(kept))
-        for value, variance in zip(coefficients, variances, strict=True)
-    ]
-    return measured, _round(math.sqrt(max(0.0, left) / len(kept)))
+    return best
 
 
 def _inverse(matrix: list[list[float]]) -> list[list[float]] | None:
