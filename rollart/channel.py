@@ -83,7 +83,7 @@ class Channel:
                 pieces = self._on_message(self._receive())
             except zmq.Again:
                 return
-            begun += 1 if pieces is None else pieces
+            begun += max(1, pieces or 0)  # also what is dropped takes time
             if self._loop is None:  # closed by the callback
                 return
         self._schedule()

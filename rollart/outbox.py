@@ -1,7 +1,8 @@
 """Outbox: the messages of one turn of the event loop leave in one frame.
 
 A frame has a price (a system call, a signature, a wake-up of the receiver) that many small messages share
-this way.  Nothing is delayed by it: the frame leaves as soon as what is ready now has been done.
+this way.  The frame leaves as soon as what is ready now has been done, and before that when it is full or when its
+first message has waited for ``LONGEST_S`` as the next is added.
 """
 
 from __future__ import annotations
@@ -16,18 +17,20 @@ __all__ = ["Outbox"]
 
 MOST_MESSAGES = 64
 MOST_BYTES = 1 << 16
+LONGEST_S = 0.002
 _COUNT = struct.Struct(">I")
 
 
 class Outbox:
     """One for each connection; ``send(frames)`` takes the frames of a ZeroMQ message."""
 
-    __slots__ = ("_count", "_flush_soon", "_frame", "_loop", "_send")
+    __slots__ = ("_count", "_flush_soon", "_frame", "_loop", "_send", "_since")
 
     def __init__(self, send: Callable[[list[bytes]], None]) -> None:
         self._send = send
         self._frame = bytearray(FRAME_HEADER)
         self._count = 0
+        self._since = 0.0
         self._loop = asyncio.get_running_loop()
         self._flush_soon = False
 
@@ -35,7 +38,10 @@ class Outbox:
         """Send ``message`` soon, after what was added before."""
         append(message, self._frame)
         self._count += 1
-        if self._count >= MOST_MESSAGES or len(self._frame) >= MOST_BYTES:
+        now = self._loop.time()
+        if self._count == 1:
+            self._since = now
+        if self._count >= MOST_MESSAGES or len(self._frame) >= MOST_BYTES or now - self._since > LONGEST_S:
             self.flush()
         elif not self._flush_soon:
             self._flush_soon = True

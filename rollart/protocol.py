@@ -466,8 +466,14 @@ def encode(*messages: Message) -> bytes:
 
 
 def append(message: Message, frame: bytearray) -> None:
-    """Put ``message`` at the end of a frame that begins with ``FRAME_HEADER``."""
-    _encoder.encode_into(message, frame, -1)
+    """Put ``message`` at the end of a frame that begins with ``FRAME_HEADER``; one that can't be encoded (a text that
+    is no Unicode) leaves the frame as it was, and raises."""
+    before = len(frame)
+    try:
+        _encoder.encode_into(message, frame, -1)
+    except BaseException:
+        del frame[before:]
+        raise
 
 
 def encode_group(group: TrainGroup) -> bytes:

@@ -6,25 +6,35 @@ import asyncio
 import math
 import struct
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import pytest
+import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rollart import outbox
+from rollart.channel import LARGE_BYTES, MAX_DRAIN, Channel
+from rollart.controller import events
 from rollart.controller.deadlines import Deadlines
+from rollart.controller.events import EventLog, read_events
 from rollart.outbox import Outbox
 from rollart.packing import count_unsound, pack_floats
 from rollart.protocol import (
     Beat,
     Cancel,
     Done,
+    Failure,
+    FailureKind,
     Message,
+    TrainGroup,
+    TrainSample,
     TrainStep,
     decode_to_controller,
     decode_to_worker,
     encode,
+    encode_group,
     salvage_to_controller,
 )
 from rollart.simulation.loop import VirtualLoop
@@ -73,6 +83,30 @@ async def test_what_is_said_in_one_turn_of_the_loop_leaves_in_one_frame() -> Non
     assert [decode_to_worker(frames[0]) for frames in sent] == [[Cancel(seq) for seq in range(5)]]
     await asyncio.sleep(0)
     assert len(sent) == 1, "an empty outbox sends nothing"
+
+
+async def test_what_cannot_be_sent_costs_no_other_its_place() -> None:
+    sent: list[list[bytes]] = []
+    box = Outbox(sent.append)
+    for seq in range(8):
+        if seq == 2:
+            with pytest.raises(UnicodeEncodeError):
+                box.add(Failure(seq, FailureKind.DETERMINISTIC, "no Unicode: \ud83d"))
+        else:
+            box.add(Done(seq))
+    await asyncio.sleep(0)
+    assert decode_to_controller(sent[0][0]) == [Done(seq) for seq in range(8) if seq != 2]
+
+
+def test_an_event_that_cannot_be_written_costs_no_other(tmp_path: Path) -> None:
+    log = EventLog((tmp_path / "events").open("xb"))
+    before, after = events.Ended(1.0, "success", ""), events.Ended(3.0, "success", "")
+    log.write(before)
+    with pytest.raises(UnicodeEncodeError):
+        log.write(events.Ended(2.0, "error", "\ud83d"))
+    log.write(after)
+    log.close()
+    assert list(read_events(tmp_path / "events")) == [before, after]
 
 
 async def test_a_full_outbox_and_a_payload_leave_at_once_and_in_order() -> None:
@@ -145,3 +179,56 @@ def test_deadlines_leave_no_timer() -> None:
     loop.run_until_complete(main())
     assert loop.waiting() == []
     loop.close()
+
+
+# --- sockets --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0, 100, LARGE_BYTES - 1, LARGE_BYTES, 3_000_000])
+async def test_a_payload_of_any_size_arrives_whole_and_can_be_decoded(size: int) -> None:
+    context = zmq.Context()
+    left, right = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    left.bind("inproc://payload")
+    right.connect("inproc://payload")
+    heard: asyncio.Future[list[bytes]] = asyncio.get_running_loop().create_future()
+    receiver, sender = Channel(right, heard.set_result), Channel(left, lambda frames: None)
+    receiver.start()
+    sender.start()
+    group = TrainGroup(1, "Task", [TrainSample(2, bytes(size), b"", b"", [], 0.5)])
+    frames = [encode(TrainStep(1, 0, 0, 1.0)), encode_group(group)]
+    sender.send(frames)
+    assert frames == [], "what has left is not held"
+    async with asyncio.timeout(5):
+        message, payload = await heard
+    assert decode_to_worker(message) == [TrainStep(1, 0, 0, 1.0)]
+    assert msgspec.msgpack.decode(payload, type=TrainGroup) == group
+    del payload
+    heard.result().clear()
+    receiver.close(linger_ms=0)
+    sender.close(linger_ms=0)
+    context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("pieces", [2, 0])
+async def test_a_flood_does_not_starve_the_loop(pieces: int) -> None:
+    """However much has arrived, other callbacks run between portions of it; garbage begins no work and counts too."""
+    context = zmq.Context()
+    left, right = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    left.bind("inproc://flood")
+    right.connect("inproc://flood")
+    for _ in range(10 * MAX_DRAIN):
+        left.send(encode(Done(1), Done(2)))
+    portions = [0]
+
+    def hear(frames: list[bytes]) -> int:
+        portions[-1] += 2
+        return pieces
+
+    channel = Channel(right, hear)
+    channel.start()
+    while sum(portions) < 20 * MAX_DRAIN:
+        await asyncio.sleep(0)
+        portions.append(0)
+    assert max(portions) <= MAX_DRAIN * (2 if pieces == 0 else 1)
+    channel.close(linger_ms=0)
+    context.destroy(linger=0)

@@ -29,7 +29,11 @@ def percentile(values: list[float], share: float) -> float:
 
 
 class Lag:
-    """How late the event loop calls a timer, in seconds, sampled while it is running."""
+    """How late the event loop calls a timer, in seconds, sampled while it is running.
+
+    A loop that is stuck takes no samples: for each that comes late those that would have come meanwhile are filled in,
+    so that a percentile is one of time and not of luck.
+    """
 
     def __init__(self) -> None:
         self.samples: list[float] = []
@@ -47,7 +51,10 @@ class Lag:
             self._timer.cancel()
 
     def _called(self) -> None:
-        self.samples.append(max(0.0, time.perf_counter() - self._due))
+        late = max(0.0, time.perf_counter() - self._due)
+        while late >= 0:
+            self.samples.append(late)
+            late -= LAG_EVERY_S
         self.start()
 
 

@@ -7,13 +7,16 @@ the same messages, one a frame.  No groups, bound, deadlines, metrics, events or
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TypeVar
 
 from benchmarks.parts import turns
 from benchmarks.parts.measure import Lag, Usage, percentile, resident_bytes
 from benchmarks.parts.turns_launch import InstantLauncher, SidePayloads, key_file_of
+from rollart.controller.collector import collecting_rarely
 from rollart.controller.transport import ZmqTransport
 from rollart.launch.local import Placement
+from rollart.outbox import Outbox
 from rollart.protocol import (
     Generate,
     Generated,
@@ -38,10 +41,13 @@ PROCESSES = {Role.INFERENCE: b"data:inference", Role.ENVIRONMENT: b"data:environ
 
 
 class _Bare:
-    def __init__(self, transport: ZmqTransport) -> None:
+    def __init__(self, transport: ZmqTransport, *, framed: bool) -> None:
         self._transport = transport
         self._pending: dict[int, asyncio.Future[Message]] = {}
         self._seq = 0
+        self._outboxes = {
+            role: Outbox(partial(transport.send, identity)) for role, identity in PROCESSES.items() if framed
+        }
         self._loop = asyncio.get_running_loop()
         self.welcomed = 0
         self.turns = 0
@@ -62,7 +68,10 @@ class _Bare:
 
     def call(self, to: Role, request: Message) -> asyncio.Future[Message]:
         future = self._pending[self._seq] = self._loop.create_future()
-        self._transport.send(PROCESSES[to], [encode(request)])
+        if self._outboxes:
+            self._outboxes[to].add(request)
+        else:
+            self._transport.send(PROCESSES[to], [encode(request)])
         return future
 
     def seq(self) -> int:
@@ -90,10 +99,12 @@ class _Bare:
             episode += 1
 
 
-async def measure(live: int, *, turns_wanted: int, side: SidePayloads) -> dict[str, object]:
-    """A row: ``turns_wanted`` turns with ``live`` trajectories in flight."""
+async def measure(
+    live: int, *, turns_wanted: int, side: SidePayloads, framed: bool = False
+) -> dict[str, object]:
+    """A row: ``turns_wanted`` turns with ``live`` trajectories in flight; ``framed``: messages share frames."""
     transport = ZmqTransport()
-    bare = _Bare(transport)
+    bare = _Bare(transport, framed=framed)
     transport.start(bare.receive)
     async with key_file_of(transport.peer_file) as key_file:
         launcher = InstantLauncher(key_file, side)
@@ -103,7 +114,8 @@ async def measure(live: int, *, turns_wanted: int, side: SidePayloads) -> dict[s
             await asyncio.sleep(0.05)
         await asyncio.sleep(0.5)  # the data connections too
         try:
-            return await _run(bare, live, turns_wanted)
+            with collecting_rarely():
+                return await _run(bare, live, turns_wanted)
         finally:
             for role in PROCESSES:
                 transport.send(f"control:{role}".encode(), [encode(Shutdown("enough"))])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import sys
 from collections.abc import Awaitable, Callable
@@ -31,6 +32,9 @@ async def measure(
     token_bytes: Callable[[], int],
 ) -> dict[str, object]:
     """A row: ``turns_wanted`` turns with ``live`` coroutines that run ``episode(number, count)`` one after another."""
+    gc.collect()  # as rollart's controller has it: nothing of the start is looked at again, and little else
+    gc.freeze()
+    gc.disable()
     before = resident_bytes()
 
     async def go_on(number: int) -> None:

@@ -6,11 +6,11 @@ that awaits their methods; ids are lists.  Both actors answer at once.
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from typing import Any
 
 import ray  # type: ignore[import-not-found]
+import uvloop
 
 from benchmarks.parts.turns_peer import Counter, measure, write_row
 from benchmarks.parts.turns_shape import ANSWER_TOKENS, FIRST_TOKENS, OBSERVATION_TOKENS, TURNS
@@ -74,5 +74,5 @@ async def _measure(live: int, turns_wanted: int) -> dict[str, object]:
 
 if __name__ == "__main__":
     ray.init(num_cpus=4, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
-    write_row(asyncio.run(_measure(int(sys.argv[1]), int(sys.argv[2]))))
+    write_row(uvloop.run(_measure(int(sys.argv[1]), int(sys.argv[2]))))
     ray.shutdown()

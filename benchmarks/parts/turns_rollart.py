@@ -24,8 +24,6 @@ __all__ = ["measure"]
 
 CANCELS = 1000
 MEMORY_SAMPLES = 8
-TOKEN_BYTES, LOGPROB_BYTES = 5, 4
-"""Of a token (its id and its mask), and of a sampled one beside that."""
 
 
 class _Counts:
@@ -33,7 +31,6 @@ class _Counts:
 
     def __init__(self) -> None:
         self.turns = 0
-        self.most_live = 0
         self.bytes_before = 0
         """Resident when the first trajectory was made."""
         self.suspends: list[float] = []
@@ -110,19 +107,15 @@ async def _watch(controller: Controller, counts: _Counts, live: int, turns_wante
 
 def _live(controller: Controller) -> list[Trajectory]:
     rollout = controller.rollout
-    groups = [*rollout.buffer.groups.values(), *rollout.in_training]
+    groups = rollout.buffer.groups.values()
     return [t for group in groups for t in (*group.in_flight.values(), *group.scored)]
 
 
 def _bytes_per_trajectory(controller: Controller, counts: _Counts) -> float:
-    """Resident memory beyond what the process had before the run, and beyond the tokens.
-
-    Over the most that were live until now: what a process once had it does not give back.
-    """
+    """Resident memory beyond what the process had before the run, and beyond the tokens; of what is in the buffer."""
     live = _live(controller)
-    counts.most_live = max(counts.most_live, len(live))
-    tokens = sum(TOKEN_BYTES * t.tokens + LOGPROB_BYTES * t.sampled for t in live)
-    return (resident_bytes() - counts.bytes_before - tokens) / counts.most_live
+    tokens = sum(len(t.ids) + len(t.mask) + len(t.logprobs) for t in live)
+    return (resident_bytes() - counts.bytes_before - tokens) / len(live)
 
 
 async def _cancel(controller: Controller) -> float:

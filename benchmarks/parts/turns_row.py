@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from functools import partial
 
 import uvloop
 
@@ -12,7 +13,11 @@ from benchmarks.parts import turns_bare, turns_rollart
 from benchmarks.parts.turns_launch import SidePayloads
 from benchmarks.parts.turns_peer import write_row
 
-SYSTEMS = {"rollart": turns_rollart.measure, "bare": turns_bare.measure}
+SYSTEMS = {
+    "rollart": turns_rollart.measure,
+    "bare": turns_bare.measure,
+    "bare_framed": partial(turns_bare.measure, framed=True),
+}
 
 
 def main() -> int:

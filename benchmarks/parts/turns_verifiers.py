@@ -15,6 +15,7 @@ import os
 import sys
 from typing import Any
 
+import uvloop
 from aiohttp import web
 
 from benchmarks.parts.turns_peer import Counter, measure, write_row
@@ -114,7 +115,7 @@ def main() -> None:
     server = spawn.Process(target=_serve, args=(there,), daemon=True)
     server.start()
     try:
-        row = asyncio.run(_measure(int(sys.argv[1]), int(sys.argv[2]), here.recv()))
+        row = uvloop.run(_measure(int(sys.argv[1]), int(sys.argv[2]), here.recv()))
     finally:
         server.terminate()
         server.join()

@@ -101,10 +101,15 @@ def _run(options: argparse.Namespace) -> int:
 def _start(config: Config, folder: RunFolder) -> int:
     import uvloop
 
+    from rollart.controller.collector import collecting_rarely
     from rollart.controller.controller import Outcome
     from rollart.controller.local_run import run_locally
 
-    outcome = uvloop.run(run_locally(config, folder, stream=sys.stdout))
+    async def run() -> Outcome:
+        with collecting_rarely():  # the process is the run's
+            return await run_locally(config, folder, stream=sys.stdout)
+
+    outcome = uvloop.run(run())
     sys.stdout.write(f"{outcome}: {folder.path}\n")
     return INTERRUPTED if outcome is Outcome.INTERRUPTED else 0
 

@@ -232,7 +232,12 @@ class EventLog:
             listener(event)
         if self._file is None:
             return
-        _encoder.encode_into(event, self._pending, -1)
+        before = len(self._pending)
+        try:
+            _encoder.encode_into(event, self._pending, -1)
+        except BaseException:
+            del self._pending[before:]  # else the whole block could not be read
+            raise
         self._count += 1
         if len(self._pending) >= FLUSH_BYTES:
             self.flush()

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TextIO
 
 from rollart.config import Config
-from rollart.controller.collector import collecting_rarely
 from rollart.controller.controller import Controller, Outcome
 from rollart.controller.progress import Progress
 from rollart.controller.run_folder import RunFolder
@@ -37,7 +36,7 @@ async def run_locally(
             write_model_folder(config.model.random, folder.model)
         transport = ZmqTransport()
         transport.peer_file.write(folder.key_file)
-        with _logging_to(folder), collecting_rarely():
+        with _logging_to(folder):
             controller = Controller(
                 config,
                 folder,

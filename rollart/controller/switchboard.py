@@ -305,7 +305,7 @@ class Switchboard:
             messages = salvage_to_controller(frames[0])
             self.refused_frames += 1
         link = self._by_identity.get(identity)
-        if link is not None:
+        if link is not None and messages:
             link.last_heard = self._loop.time()
         for message in messages:
             try:

@@ -216,6 +216,7 @@ class WeightSync:
         times = [clock()]
         self._proxy.close(engine)
         in_flight = engine.requests
+        engine.link.data.flush()  # what was sent before the suspend leaves before it
         await self._call(engine, Suspend(seq()), Done)
         times.append(clock())
         updated = await self._call(engine, Update(seq(), version, self._canary), Updated)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -171,13 +172,13 @@ def _trained(seen: Observed, event: events.TrainedStep, rows: list[dict[str, flo
         return
     seconds = rows[event.step]["train_step_seconds"]
     lengths = [sample.tokens for sample in event.samples]
-    scored = [
+    count = math.ceil(seen.config.trainer.verify_share * len(event.samples))
+    scored = [  # drawn as the trainer does
         sample.tokens
-        for sample in event.samples
+        for sample in random.Random(event.step).sample(event.samples, count)
         for version in {run.version for run in sample.versions}
         if version != event.before
     ]
-    scored = scored[: math.ceil(seen.config.trainer.verify_share * len(scored))]
     tokens = trained_tokens(lengths, scored, seen.config.trainer.micro_batch_sequences)
     seen.train_steps.append(TrainStep(event.t - seconds, event.t, tokens, len(event.samples)))
 

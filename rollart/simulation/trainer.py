@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
@@ -120,7 +121,8 @@ class SimTrainer(Worker):
 
 def _scored(samples: list[TrainSample], lengths: list[int], request: TrainStep) -> list[int]:
     """The lengths of what is verified, as often as it has versions that are not the current one's."""
-    chosen = range(math.ceil(request.verify_share * len(samples)))  # whichever: they are as good as drawn
+    count = math.ceil(request.verify_share * len(samples))
+    chosen = random.Random(request.step_id).sample(range(len(samples)), count)
     return [
         lengths[number]
         for number in chosen

@@ -280,11 +280,22 @@ class Worker:
             logger.exception("%s: request %r failed", self.name, type(message).__name__)
             answer = self._failure(seq, FailureKind.INFRASTRUCTURE, f"{type(error).__name__}: {error}")
         if answer is not None and not self._closed:
+            self._say_answer(answer, answers, seq)
+
+    def _say_answer(self, answer: Message, answers: Outbox, seq: int | None) -> None:
+        try:
             answers.add(answer)
+        except (ValueError, TypeError, OverflowError) as error:
+            logger.exception("%s: answer %r can't be encoded", self.name, type(answer).__name__)
+            said = f"its answer can't be sent: {type(error).__name__}: {error}"
+            failure = self._failure(seq, FailureKind.INFRASTRUCTURE, said)
+            if failure is not None:
+                answers.add(failure)
 
     @staticmethod
     def _failure(seq: int | None, kind: FailureKind, text: str) -> Failure | None:
-        return None if seq is None else Failure(seq, kind, text)
+        # A text of a user's code may be no Unicode, which the wire can't carry.
+        return None if seq is None else Failure(seq, kind, text.encode("utf-8", "backslashreplace").decode())
 
 
 def die_with_parent(parent: int) -> None:
