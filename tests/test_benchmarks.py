@@ -84,7 +84,7 @@ def test_every_aim_is_judged_by_its_rows() -> None:
     ]
     rows.append({**common, "system": "rollart", "live": middle, "case": "side_payloads"})
     aims = targets(rows)
-    assert len(aims) == 9 and all(aim["holds"] for aim in aims)
+    assert len(aims) == 8 and all(aim["holds"] for aim in aims)
     worse = {
         "turns_per_second": 20.0, "bytes_per_trajectory": 7_000.0, "loop_lag_p99_ms": 11.0, "cancel_s": 1.5,
         "suspend_max_ms": 101.0,

@@ -13,7 +13,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3Config
 
-from rollart.config import Algorithm, Config, Decay, DType, MixedVersions, Rollout, Sampling
+from rollart.config import (
+    Algorithm,
+    Config,
+    Decay,
+    DType,
+    MixedVersions,
+    Rollout,
+    Sampling,
+    Schedule,
+    UpdateAt,
+)
 from rollart.config import Trainer as TrainerConfig
 from rollart.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
 from rollart.protocol import VersionRun, encode_group
@@ -431,6 +441,18 @@ def test_a_token_of_a_version_that_is_not_kept_is_refused(make: Make, folder: Pa
     ):
         step(trainer, make_groups(reference, config, version=0, groups=1, size=2))
     assert step(trainer, make_groups(reference, config, version=1)).skipped == ""
+
+
+def test_without_a_bound_on_age_old_tokens_are_trained_unverified(make: Make, folder: Path) -> None:
+    """The schedule areal keeps the bound at a trajectory's start only: its tokens may be of any version."""
+    rollout = Rollout(schedule=Schedule.AREAL, update_at=UpdateAt.PUBLISH)
+    reference, config = reference_model(folder), make_config(rollout=rollout)
+    trainer = make(config)
+    for version in range(3):
+        step(trainer, make_groups(reference, config, version=version))
+    result = step(trainer, make_groups(reference, config, version=0))
+    assert result.skipped == ""
+    assert result.metrics["logprob_gap_unverifiable"] == result.metrics["tokens"]
 
 
 # --- what is refused ---------------------------------------------------------------------------------------

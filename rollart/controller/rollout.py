@@ -7,7 +7,8 @@ stream of each transition.  Whatever may change what is admissible ends in ``rev
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator
 
 from rollart.config import Config, MixedVersions
 from rollart.controller import events
@@ -27,7 +28,7 @@ from rollart.packing import ID_BYTES, count_unsound
 __all__ = ["Rollout"]
 
 EVAL_GROUP = -1
-GROUPS_AT_ONCE = 64
+GROUPS_AT_ONCE, MOVES_AT_ONCE = 64, 256
 
 
 class Rollout:
@@ -57,6 +58,9 @@ class Rollout:
         self._batch_wanted: asyncio.Future[list[Group]] | None = None
         self.in_training: list[Group] = []
         """The groups of the batch that is in training."""
+        self._leaving: Iterator[Trajectory] = iter(())
+        """Trajectories of the batch that was trained last, which have yet to end."""
+        self._skipped = ""
         self._eval: dict[int, Trajectory] = {}
         self._limits = {
             task.name: Limits(
@@ -132,17 +136,33 @@ class Rollout:
             self._batch_wanted.set_result(groups)
 
     def batch_trained(self, skipped: str) -> None:
-        """The batch's train_step ended; ``skipped`` says why it was not applied, empty when it was."""
-        for trajectory in (t for group in self.in_training for t in group.scored):
-            if skipped:
-                trajectory.fail(Reason.NAN, skipped)
+        """The batch's train_step ended; ``skipped`` says why it was not applied, empty when it was.
+
+        ``end_trained`` follows; whatever happens before it is done, ``close`` ends the rest the same way.
+        """
+        self._leaving = iter([t for group in self.in_training for t in group.scored])
+        self._skipped = skipped
+        self.in_training = []
+
+    async def end_trained(self) -> None:
+        """End the trajectories of the batch that was trained, a few at a time."""
+        while self._end_some(MOVES_AT_ONCE):
+            await asyncio.sleep(0)
+
+    def _end_some(self, most: int | None = None) -> bool:
+        """End trajectories of the batch that was trained; whether ``most`` were not enough."""
+        ended = list(itertools.islice(self._leaving, most))
+        for trajectory in ended:
+            if self._skipped:
+                trajectory.fail(Reason.NAN, self._skipped)
             else:
                 trajectory.move(State.CONSUMED)
-        self.in_training = []
+        return len(ended) == most
 
     def close(self, reason: Reason) -> None:
         """Stop admitting and end every trajectory."""
         self._admitting = False
+        self._end_some()
         self._carry_out(self.buffer.clear(reason))
         for trajectory in (t for group in self.in_training for t in group.scored):
             trajectory.abort(reason)

@@ -192,6 +192,7 @@ class TrainingLoop:
         if not trained.skipped:
             await self._publish(trained.version)
         self._rollout.review()
+        await self._rollout.end_trained()
         return trained
 
     def _heed_gap(self, trained: Trained) -> None:

@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from rollart.algorithms.losses import SamplingDistribution, clipped_policy_loss, entropy
-from rollart.config import Config, DType
+from rollart.config import Config, DType, Schedule
 from rollart.workers.megatron import checkpoint
 from rollart.workers.megatron.architecture import Architecture
 from rollart.workers.megatron.batch import Batch, MicroBatch, Refusal, Trajectory
@@ -273,8 +273,12 @@ class Trainer:
     def _is_kept(self, version: int, trajectory: Trajectory, table: TokenTable) -> bool:
         if version in self.history:
             return True
-        oldest = self.version - self.config.rollout.staleness_bound - 1
-        if oldest <= version < self.history.first:  # sampled before this trainer was restored
+        rollout = self.config.rollout
+        oldest = self.version - rollout.staleness_bound - 1
+        unbounded = rollout.schedule is Schedule.AREAL  # it trains on tokens of any age
+        if (
+            unbounded or oldest <= version < self.history.first
+        ):  # else: sampled before this trainer was restored
             table.unverifiable(trajectory, version)
             return False
         raise Refusal(
