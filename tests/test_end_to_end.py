@@ -98,7 +98,9 @@ def shared_memory() -> set[Path]:
 def test_the_demo_trains_on_real_parts_and_keeps_the_invariants(tmp_path: Path) -> None:
     """The demo's config, a few steps of it: the paper's order, redundancy on, evaluations, files at the end."""
     before = shared_memory()
-    with started(tmp_path, "frozen_lake.yaml", "steps=6", "evaluation.episodes=20") as run:
+    with started(
+        tmp_path, "frozen_lake.yaml", "steps=6", "evaluation.episodes=20", "trainer.verify_share=1"
+    ) as run:
         run.wait_for_steps(1)
         assert run.process.wait(300) == 0, run.output
         assert run.survivors(5) == []
