@@ -8,10 +8,8 @@ the simulator predicts for it: calibrated on a run with quick environments, and 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -20,7 +18,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.parts.end_to_end_run import CALIBRATION, run_config
-from benchmarks.parts.report import Row, figure, heading, write_report
+from benchmarks.parts.report import Row, figure, heading, metrics_of, run_command, write_report
 from benchmarks.parts.slow_lake import RESET_S, STEP_S
 from rollart.controller.staleness import bound_of
 from rollart.simulation.calibrating import calibrate, simulated_config
@@ -39,16 +37,9 @@ LAST = 10
 
 
 def run(mode: str, steps: int, folder: Path) -> None:
-    """A real run; ``RuntimeError`` with what it said when it fails."""
+    """A real run; errors as of ``run_command``."""
     sys.stderr.write(f"{mode}: {steps} steps\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.parts.end_to_end_run", mode, str(steps), str(folder)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(f"{mode} failed:\n{done.stdout[-1000:]}\n{done.stderr[-2000:]}")
+    run_command([sys.executable, "-m", "benchmarks.parts.end_to_end_run", mode, str(steps), str(folder)])
 
 
 def seconds(rows: list[Row]) -> float:
@@ -59,7 +50,7 @@ def seconds(rows: list[Row]) -> float:
 def measured(mode: str, steps: int, folder: Path) -> Row:
     """The figures of a real run."""
     run(mode, steps, folder)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics_of(folder)
     time_s = seconds(rows)
     trained = sum(row["trajectories"] for row in rows)
     rollout = run_config(mode, steps).rollout

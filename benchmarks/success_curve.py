@@ -7,16 +7,12 @@ held-out score (greedy), from ``metrics.jsonl``.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.parts.report import metrics_of
+
 WINDOW = 20
-
-
-def read(run: Path) -> list[dict[str, Any]]:
-    """The run's metrics, one mapping a step."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def rolling(values: list[float]) -> list[float]:
@@ -59,7 +55,7 @@ def main() -> None:
     parser.add_argument("run", type=Path, help="a run folder")
     parser.add_argument("figure", type=Path, help="the file to write, .svg or .png")
     options = parser.parse_args()
-    rows = read(options.run)
+    rows = metrics_of(options.run)
     draw(rows, options.figure)
     last = rolling([row["success_rate"] for row in rows])[-1]
     minutes = rows[-1]["time"] / 60

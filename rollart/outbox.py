@@ -8,40 +8,41 @@ first message has waited for ``LONGEST_S`` as the next is added.
 from __future__ import annotations
 
 import asyncio
-import struct
 from collections.abc import Callable
 
-from rollart.protocol import FRAME_HEADER, Message, append, encode
+from rollart.packed_array import PackedArray
+from rollart.protocol import Message, encode
 
 __all__ = ["Outbox"]
 
 MOST_MESSAGES = 64
 MOST_BYTES = 1 << 16
 LONGEST_S = 0.002
-_COUNT = struct.Struct(">I")
 
 
 class Outbox:
     """One for each connection; ``send(frames)`` takes the frames of a ZeroMQ message."""
 
-    __slots__ = ("_count", "_flush_soon", "_frame", "_loop", "_send", "_since")
+    __slots__ = ("_flush_soon", "_frame", "_loop", "_send", "_since")
 
     def __init__(self, send: Callable[[list[bytes]], None]) -> None:
         self._send = send
-        self._frame = bytearray(FRAME_HEADER)
-        self._count = 0
+        self._frame = PackedArray()
         self._since = 0.0
         self._loop = asyncio.get_running_loop()
         self._flush_soon = False
 
     def add(self, message: Message) -> None:
         """Send ``message`` soon, after what was added before."""
-        append(message, self._frame)
-        self._count += 1
+        self._frame.append(message)
         now = self._loop.time()
-        if self._count == 1:
+        if self._frame.count == 1:
             self._since = now
-        if self._count >= MOST_MESSAGES or len(self._frame) >= MOST_BYTES or now - self._since > LONGEST_S:
+        if (
+            self._frame.count >= MOST_MESSAGES
+            or self._frame.size >= MOST_BYTES
+            or now - self._since > LONGEST_S
+        ):
             self.flush()
         elif not self._flush_soon:
             self._flush_soon = True
@@ -56,11 +57,8 @@ class Outbox:
 
     def flush(self) -> None:
         """Send what is here now."""
-        if self._count:
-            frame, count = self._frame, self._count
-            _COUNT.pack_into(frame, 1, count)
-            self._frame, self._count = bytearray(FRAME_HEADER), 0
-            self._send([bytes(frame)])
+        if self._frame.count:
+            self._send([bytes(self._frame.take())])
 
     def _flush_now(self) -> None:
         self._flush_soon = False

@@ -19,7 +19,6 @@ from typing import TypeVar
 import msgspec
 
 __all__ = [
-    "FRAME_HEADER",
     "PROTOCOL_VERSION",
     "Attach",
     "Beat",
@@ -59,7 +58,6 @@ __all__ = [
     "Updated",
     "VersionRun",
     "Welcome",
-    "append",
     "decode_to_controller",
     "decode_to_worker",
     "encode",
@@ -70,8 +68,6 @@ __all__ = [
 
 T = TypeVar("T")
 PROTOCOL_VERSION = 2
-FRAME_HEADER = b"\xdd\0\0\0\0"
-"""MessagePack's array with a 32-bit count, which is yet to be filled in (big-endian, from byte 1)."""
 
 
 class Role(enum.StrEnum):
@@ -463,17 +459,6 @@ _parts: msgspec.msgpack.Decoder[list[msgspec.Raw]] = msgspec.msgpack.Decoder(lis
 def encode(*messages: Message) -> bytes:
     """One frame."""
     return _encoder.encode(messages)
-
-
-def append(message: Message, frame: bytearray) -> None:
-    """Put ``message`` at the end of a frame that begins with ``FRAME_HEADER``; one that can't be encoded (a text that
-    is no Unicode) leaves the frame as it was, and raises."""
-    before = len(frame)
-    try:
-        _encoder.encode_into(message, frame, -1)
-    except BaseException:
-        del frame[before:]
-        raise
 
 
 def encode_group(group: TrainGroup) -> bytes:

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import uvloop
 
+from benchmarks.parts.report import DEMO
 from rollart.config import Config, Evaluation, Rollout
 from rollart.controller.configuration import load_config
 from rollart.controller.local_run import run_locally
@@ -20,7 +21,6 @@ from rollart.simulation.paper import SCHEDULES
 
 __all__ = ["CALIBRATION", "run_config"]
 
-DEMO = Path(__file__).parent.parent.parent / "examples" / "frozen_lake.yaml"
 SLOW = "benchmarks.parts.slow_lake:SlowLake"
 CALIBRATION = "calibration"
 """The demo as it is, with quick environments: what the simulator is calibrated on."""

@@ -8,13 +8,15 @@ import platform
 import resource
 import subprocess
 import time
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-__all__ = ["Lag", "Usage", "machine", "percentile", "provenance", "resident_bytes"]
+__all__ = ["measure_turns", "percentile", "provenance", "resident_bytes"]
 
 PAGE_BYTES = resource.getpagesize()
 LAG_EVERY_S = 0.002
+MEMORY_SAMPLES = 8
 
 
 def resident_bytes() -> int:
@@ -78,6 +80,35 @@ class Usage:
     def thread_s(self) -> float:
         """CPU seconds of this thread, the event loop's."""
         return time.thread_time() - self._thread
+
+
+async def measure_turns(
+    turns: Callable[[], int], *, warm: int, wanted: int, bytes_per_trajectory: Callable[[], float]
+) -> dict[str, object]:
+    """The figures of ``wanted`` turns after the first ``warm``, by the count that ``turns`` gives."""
+
+    async def until(count: int) -> None:
+        while turns() < count:
+            await asyncio.sleep(0.01)
+
+    await until(warm)
+    usage, lag, started = Usage(), Lag(), turns()
+    lag.start()
+    held = []
+    for part in range(1, MEMORY_SAMPLES + 1):
+        await until(started + wanted * part // MEMORY_SAMPLES)
+        held.append(bytes_per_trajectory())
+    count, wall_s, cpu_s, thread_s = turns() - started, usage.wall_s, usage.cpu_s, usage.thread_s
+    lag.stop()
+    return {
+        "turns_per_second": count / wall_s,
+        "cpu_us_per_turn": cpu_s / count * 1e6,
+        "loop_cpu_us_per_turn": thread_s / count * 1e6,
+        "loop_lag_p50_ms": percentile(lag.samples, 0.5) * 1e3,
+        "loop_lag_p99_ms": percentile(lag.samples, 0.99) * 1e3,
+        "loop_lag_max_ms": percentile(lag.samples, 1.0) * 1e3,
+        "bytes_per_trajectory": max(held),
+    }
 
 
 def machine() -> dict[str, str | int]:

@@ -10,19 +10,30 @@ from typing import Any
 
 from benchmarks.parts.measure import provenance
 
-__all__ = ["Row", "figure", "heading", "run_row", "write_report"]
+__all__ = ["DEMO", "Row", "figure", "heading", "metrics_of", "run_command", "run_row", "write_report"]
 
 Row = dict[str, Any]
+DEMO = Path(__file__).parent.parent.parent / "examples" / "frozen_lake.yaml"
+
+
+def run_command(command: Sequence[str]) -> str:
+    """What ``command`` writes; ``RuntimeError`` with what it said when it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = f"{done.stdout[-1000:]}\n{done.stderr[-2000:]}"
+        raise RuntimeError(f"{' '.join(command)} failed with {done.returncode}:\n{said}")
+    return done.stdout
 
 
 def run_row(command: Sequence[str]) -> Row:
-    """The object in the last line that ``command`` writes; ``RuntimeError`` with what it said when it fails."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    lines = done.stdout.strip().splitlines()
-    if done.returncode or not lines:
-        raise RuntimeError(f"{' '.join(command)} failed with {done.returncode}:\n{done.stderr[-2000:]}")
-    row: Row = json.loads(lines[-1])
+    """The object in the last line that ``command`` writes; errors as of ``run_command``."""
+    row: Row = json.loads(run_command(command).strip().splitlines()[-1])
     return row
+
+
+def metrics_of(run: Path) -> list[Row]:
+    """The metrics of a run folder, a row a train_step."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def write_report(path: Path | None, packages: Sequence[str], **content: Any) -> Row:

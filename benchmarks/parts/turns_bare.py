@@ -1,17 +1,17 @@
 """The turns exchange by the smallest possible ZeroMQ and msgspec loop: one row of ``benchmarks.controller``.
 
 A coroutine a trajectory and a future a request over one ROUTER socket with CURVE, to the same workers, with
-the same messages, one a frame.  No groups, bound, deadlines, metrics, events or failures: a limit, no peer.
+the same messages, one a frame or, ``framed``, as RollArt shares frames.  No groups, bound, deadlines, metrics, events
+or failures: a limit, no peer.
 """
 
 from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TypeVar
 
 from benchmarks.parts import turns
-from benchmarks.parts.measure import Lag, Usage, percentile, resident_bytes
+from benchmarks.parts.measure import measure_turns, resident_bytes
 from benchmarks.parts.turns_launch import InstantLauncher, SidePayloads, key_file_of
 from rollart.controller.collector import collecting_rarely
 from rollart.controller.transport import ZmqTransport
@@ -35,8 +35,6 @@ from rollart.protocol import (
 
 __all__ = ["measure"]
 
-Answer = TypeVar("Answer", bound=Message)
-MEMORY_SAMPLES = 8
 PROCESSES = {Role.INFERENCE: b"data:inference", Role.ENVIRONMENT: b"data:environment"}
 
 
@@ -127,26 +125,12 @@ async def _run(bare: _Bare, live: int, turns_wanted: int) -> dict[str, object]:
     before = resident_bytes()
     loop = asyncio.get_running_loop()
     tasks = [loop.create_task(bare.trajectory(number)) for number in range(live)]
-    while bare.turns < live:
-        await asyncio.sleep(0.01)
-    usage, lag, started = Usage(), Lag(), bare.turns
-    lag.start()
-    held: list[float] = []
-    while bare.turns < started + turns_wanted:
-        due = started + turns_wanted * (len(held) + 1) // MEMORY_SAMPLES
-        while bare.turns < due:
-            await asyncio.sleep(0.01)
-        held.append((resident_bytes() - before - sum(map(len, bare.tokens.values()))) / live)
-    count, wall_s, cpu_s, thread_s = bare.turns - started, usage.wall_s, usage.cpu_s, usage.thread_s
-    lag.stop()
+    row = await measure_turns(
+        lambda: bare.turns,
+        warm=live,
+        wanted=turns_wanted,
+        bytes_per_trajectory=lambda: (resident_bytes() - before - sum(map(len, bare.tokens.values()))) / live,
+    )
     bare.enough = True
     await asyncio.wait(tasks)
-    return {
-        "turns_per_second": count / wall_s,
-        "cpu_us_per_turn": cpu_s / count * 1e6,
-        "loop_cpu_us_per_turn": thread_s / count * 1e6,
-        "loop_lag_p50_ms": percentile(lag.samples, 0.5) * 1e3,
-        "loop_lag_p99_ms": percentile(lag.samples, 0.99) * 1e3,
-        "loop_lag_max_ms": percentile(lag.samples, 1.0) * 1e3,
-        "bytes_per_trajectory": max(held),
-    }
+    return row

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from benchmarks.parts import turns
-from benchmarks.parts.measure import Lag, Usage, percentile, resident_bytes
+from benchmarks.parts.measure import measure_turns, resident_bytes
 from benchmarks.parts.turns_launch import InstantLauncher, SidePayloads, key_file_of
 from rollart.controller import events
 from rollart.controller.collector import collecting_rarely
@@ -23,7 +23,6 @@ from rollart.random_model import vocabulary_size, write_model_folder
 __all__ = ["measure"]
 
 CANCELS = 1000
-MEMORY_SAMPLES = 8
 
 
 class _Counts:
@@ -78,27 +77,15 @@ async def measure(live: int, *, turns_wanted: int, side: SidePayloads) -> dict[s
 
 
 async def _watch(controller: Controller, counts: _Counts, live: int, turns_wanted: int) -> dict[str, object]:
-    while counts.turns < live:  # everyone has had about a turn
-        await asyncio.sleep(0.01)
-    usage, lag, started = Usage(), Lag(), counts.turns
-    lag.start()
-    held: list[float] = []
-    while counts.turns < started + turns_wanted:
-        due = started + turns_wanted * (len(held) + 1) // MEMORY_SAMPLES
-        while counts.turns < due:
-            await asyncio.sleep(0.01)
-        held.append(_bytes_per_trajectory(controller, counts))
-    count, wall_s, cpu_s, thread_s = counts.turns - started, usage.wall_s, usage.cpu_s, usage.thread_s
-    lag.stop()
+    row = await measure_turns(
+        lambda: counts.turns,
+        warm=live,
+        wanted=turns_wanted,
+        bytes_per_trajectory=lambda: _bytes_per_trajectory(controller, counts),
+    )
     cancel_s = await _cancel(controller)
     return {
-        "turns_per_second": count / wall_s,
-        "cpu_us_per_turn": cpu_s / count * 1e6,
-        "loop_cpu_us_per_turn": thread_s / count * 1e6,
-        "loop_lag_p50_ms": percentile(lag.samples, 0.5) * 1e3,
-        "loop_lag_p99_ms": percentile(lag.samples, 0.99) * 1e3,
-        "loop_lag_max_ms": percentile(lag.samples, 1.0) * 1e3,
-        "bytes_per_trajectory": max(held),
+        **row,
         "suspend_max_ms": max(counts.suspends, default=0.0) * 1e3,
         "suspends": len(counts.suspends),
         "cancel_s": cancel_s,
@@ -106,8 +93,7 @@ async def _watch(controller: Controller, counts: _Counts, live: int, turns_wante
 
 
 def _live(controller: Controller) -> list[Trajectory]:
-    rollout = controller.rollout
-    groups = rollout.buffer.groups.values()
+    groups = controller.rollout.buffer.groups.values()
     return [t for group in groups for t in (*group.in_flight.values(), *group.scored)]
 
 

@@ -55,7 +55,6 @@ class EnvManager:
         self._on_sampled = on_sampled
         self._on_settled = on_settled
         self._starting: deque[Trajectory] = deque()
-        self._start_soon = False
         self._episodes: dict[int, tuple[Link, str]] = {}
         """Each trajectory's open episode: at which worker, under which name."""
         self._pace: Pace = LockStep() if config.rollout.schedule is Schedule.SYNC else OwnPace()
@@ -71,13 +70,11 @@ class EnvManager:
     def start(self, trajectory: Trajectory) -> None:
         """Give the PENDING trajectory an owner, soon: a new batch must not keep all others waiting."""
         self._pace.enter(trajectory)
-        self._starting.append(trajectory)
-        if not self._start_soon:
-            self._start_soon = True
+        if not self._starting:
             asyncio.get_running_loop().call_soon(self._start_some)
+        self._starting.append(trajectory)
 
     def _start_some(self) -> None:
-        self._start_soon = False
         for _ in range(min(STARTS_AT_ONCE, len(self._starting))):
             trajectory = self._starting.popleft()
             if trajectory.state.ended:
@@ -85,7 +82,6 @@ class EnvManager:
             else:
                 self._give_owner(trajectory)
         if self._starting:
-            self._start_soon = True
             asyncio.get_running_loop().call_soon(self._start_some)
 
     def _give_owner(self, trajectory: Trajectory) -> None:

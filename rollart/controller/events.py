@@ -16,6 +16,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from rollart.packed_array import PackedArray
 from rollart.protocol import VersionRun
 
 __all__ = [
@@ -40,8 +41,6 @@ __all__ = [
 
 HEADER = b"RollArt events 2\n"
 _BLOCK = struct.Struct("<II")
-_ARRAY = b"\xdd\0\0\0\0"
-_COUNT = struct.Struct(">I")
 FLUSH_BYTES = 1 << 16
 
 
@@ -207,7 +206,6 @@ Event = (
     | Ended
 )
 
-_encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[list[Event]] = msgspec.msgpack.Decoder(list[Event])
 
 
@@ -217,8 +215,7 @@ class EventLog:
     def __init__(self, file: BinaryIO) -> None:
         """``file`` is closed by ``close``."""
         self._file: BinaryIO | None = file
-        self._pending = bytearray(_ARRAY)
-        self._count = 0
+        self._pending = PackedArray()
         file.write(HEADER)
         self._listeners: list[Callable[[Event], None]] = []
 
@@ -232,26 +229,18 @@ class EventLog:
             listener(event)
         if self._file is None:
             return
-        before = len(self._pending)
-        try:
-            _encoder.encode_into(event, self._pending, -1)
-        except BaseException:
-            del self._pending[before:]  # else the whole block could not be read
-            raise
-        self._count += 1
-        if len(self._pending) >= FLUSH_BYTES:
+        self._pending.append(event)
+        if self._pending.size >= FLUSH_BYTES:
             self.flush()
 
     def flush(self) -> None:
         """Give what is pending to the operating system."""
-        if self._file is None or not self._count:
+        if self._file is None or not self._pending.count:
             return
-        payload = self._pending
-        _COUNT.pack_into(payload, 1, self._count)
+        payload = self._pending.take()
         self._file.write(_BLOCK.pack(len(payload), zlib.crc32(payload)))
         self._file.write(payload)
         self._file.flush()
-        self._pending, self._count = bytearray(_ARRAY), 0
 
     def close(self) -> None:
         """Flush and close."""

@@ -118,6 +118,10 @@ class Link:
         """What it does."""
         return self.hello.role
 
+    def outbox(self, kind: type[Message]) -> Outbox:
+        """Where messages of that kind go."""
+        return self.data if kind in DATA_MESSAGES else self.control
+
 
 class _Call:
     """A request that waits for its answer; the request itself may be large, and is not kept."""
@@ -239,7 +243,7 @@ class Switchboard:
         """Send without an answer, and empty ``payload``; a worker that can't be reached is lost."""
         if link.state is LinkState.GONE:
             return
-        outbox = link.data if type(message) in DATA_MESSAGES else link.control
+        outbox = link.outbox(type(message))
         if payload:
             outbox.add_with(message, payload)
         else:
@@ -248,7 +252,7 @@ class Switchboard:
     def _cancel(self, link: Link, asked: type[Message], seq: int) -> None:
         """Behind the request, on its own connection: a cancel that overtook it would find nothing."""
         if link.state is not LinkState.GONE:
-            (link.data if asked in DATA_MESSAGES else link.control).add(Cancel(seq))
+            link.outbox(asked).add(Cancel(seq))
 
     def _outbox(self, connection: str, name: str) -> Outbox:
         identity = f"{connection}:{name}".encode()
@@ -309,19 +313,19 @@ class Switchboard:
             link.last_heard = self._loop.time()
         for message in messages:
             try:
-                self._heard(identity, message)
+                self._heard(identity, link, message)
             except (
                 Exception
             ) as error:  # the boundary of a socket's callback, whose exceptions nobody else sees
                 self._run.bug(error)
         return len(messages)
 
-    def _heard(self, identity: bytes, message: ToController) -> None:
+    def _heard(self, identity: bytes, link: Link | None, message: ToController) -> None:
         if type(message) not in _NO_ANSWERS:
             call = self._pending.get(message.seq)  # type: ignore[union-attr]
-            if call is not None and call.link is self._by_identity.get(identity) and not call.answer.done():
+            if call is not None and call.link is link and not call.answer.done():
                 call.answer.set_result(message)
-            elif identity in self._by_identity:
+            elif link is not None and link.state is not LinkState.GONE:
                 self.late_answers += 1
             return
         if isinstance(message, Hello):

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from rollart.protocol import VersionRun
 from rollart.simulation.workload import Distribution
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "mean_of",
     "padded_tokens",
     "sample_of",
+    "scored_lengths",
     "shared_share",
     "trained_tokens",
     "turns_of",
@@ -126,6 +128,20 @@ def padded_tokens(lengths: Sequence[int], micro_batch_sequences: int) -> int:
         ordered[low : low + micro_batch_sequences] for low in range(0, len(ordered), micro_batch_sequences)
     ]
     return sum(len(part) * part[-1] for part in parts)
+
+
+def scored_lengths(
+    lengths: Sequence[int], versions: Sequence[Sequence[VersionRun]], current: int, share: float, step: int
+) -> list[int]:
+    """The lengths of what a trainer at version ``current`` verifies, each as often as it has versions that are not the
+    current one; drawn as the real trainer does."""
+    chosen = random.Random(step).sample(range(len(lengths)), math.ceil(share * len(lengths)))
+    return [
+        lengths[number]
+        for number in chosen
+        for version in {run.version for run in versions[number]}
+        if version != current
+    ]
 
 
 def trained_tokens(lengths: Sequence[int], scored: Sequence[int], micro_batch_sequences: int) -> float:

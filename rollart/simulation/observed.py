@@ -7,8 +7,6 @@ began.
 from __future__ import annotations
 
 import json
-import math
-import random
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -19,7 +17,7 @@ from rollart.controller import events
 from rollart.controller.configuration import load_config
 from rollart.controller.trajectory import Kind, Reason, State
 from rollart.errors import ConfigError
-from rollart.simulation.fitting import trained_tokens
+from rollart.simulation.fitting import scored_lengths, trained_tokens
 
 __all__ = ["Call", "Episode", "Observed", "Request", "TrainStep", "observe", "read_run"]
 
@@ -172,13 +170,8 @@ def _trained(seen: Observed, event: events.TrainedStep, rows: list[dict[str, flo
         return
     seconds = rows[event.step]["train_step_seconds"]
     lengths = [sample.tokens for sample in event.samples]
-    count = math.ceil(seen.config.trainer.verify_share * len(event.samples))
-    scored = [  # drawn as the trainer does
-        sample.tokens
-        for sample in random.Random(event.step).sample(event.samples, count)
-        for version in {run.version for run in sample.versions}
-        if version != event.before
-    ]
+    share = seen.config.trainer.verify_share
+    scored = scored_lengths(lengths, [s.versions for s in event.samples], event.before, share, event.step)
     tokens = trained_tokens(lengths, scored, seen.config.trainer.micro_batch_sequences)
     seen.train_steps.append(TrainStep(event.t - seconds, event.t, tokens, len(event.samples)))
 

@@ -7,8 +7,6 @@ id was applied already is answered from memory.
 from __future__ import annotations
 
 import asyncio
-import math
-import random
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
@@ -28,9 +26,9 @@ from rollart.protocol import (
     ToWorker,
     Trained,
     TrainGroup,
-    TrainSample,
     TrainStep,
 )
+from rollart.simulation.fitting import scored_lengths
 from rollart.simulation.world import World, canary_logprobs
 from rollart.workers.dialer import Dialer
 from rollart.workers.worker import Deterministic, Worker
@@ -102,7 +100,10 @@ class SimTrainer(Worker):
         ailments = self._world.of(self.name)
         samples = [sample for group in groups for sample in group.samples]
         lengths = [len(sample.ids) // ID_BYTES for sample in samples]
-        seconds = self._step_s(lengths, _scored(samples, lengths, request)) * ailments.slowdown
+        scored = scored_lengths(
+            lengths, [s.versions for s in samples], request.version, request.verify_share, request.step_id
+        )
+        seconds = self._step_s(lengths, scored) * ailments.slowdown
         started, sharing = asyncio.get_running_loop().time(), self._world.sharing
         await self._world.compute(self.name, seconds, sharing.trainer_threads if sharing else 1)
         self.busy_s += asyncio.get_running_loop().time() - started
@@ -117,15 +118,3 @@ class SimTrainer(Worker):
         answer = Trained(request.seq, request.step_id, self._version, skipped, {"logprob_gap_mean": 0.0})
         self._answers = {request.step_id: answer}
         return answer
-
-
-def _scored(samples: list[TrainSample], lengths: list[int], request: TrainStep) -> list[int]:
-    """The lengths of what is verified, as often as it has versions that are not the current one's."""
-    count = math.ceil(request.verify_share * len(samples))
-    chosen = random.Random(request.step_id).sample(range(len(samples)), count)
-    return [
-        lengths[number]
-        for number in chosen
-        for version in {run.version for run in samples[number].versions}
-        if version != request.version
-    ]
