@@ -21,7 +21,7 @@ from rollart import __version__
 from rollart.config import Config
 from rollart.controller import events
 from rollart.controller.llm_proxy import LLMProxy
-from rollart.controller.losses import GOODBYE_PATIENCE_S, Losses
+from rollart.controller.losses import Losses
 from rollart.controller.metrics import Metrics
 from rollart.controller.progress import Progress
 from rollart.controller.resource_manager import ResourceManager
@@ -158,7 +158,6 @@ class Controller:
         config = self.config
         self._end = loop.create_future()
         self._joined = asyncio.Event()
-        self._exiting: list[asyncio.TimerHandle] = []
         self._context = RunContext(write=self.events.write, bug=self.fail)
         self.metrics = Metrics(self._context.clock, refusals=self._refusals)
         self.events.listen(self.metrics.listen)
@@ -309,9 +308,7 @@ class Controller:
         self._losses.exited(exit)
         link = self.switchboard.links.get(exit.placement.name)
         if link is not None:
-            # Its last message may still be on the way, and knows the reason.
-            later = asyncio.get_running_loop().call_later
-            self._exiting.append(later(GOODBYE_PATIENCE_S, self.switchboard.lose, link, str(exit)))
+            self.switchboard.lose_soon(link, str(exit))
         elif self.loop is None:
             self._losses.fatal(exit.placement.name, str(exit))
         elif exit.code:  # its connection broke before its process was seen to end
@@ -333,8 +330,6 @@ class Controller:
             self._end.set_result(outcome)
         self._end.exception()  # it is told by whoever waits for run()
         self._losses.cancel()
-        for timer in self._exiting:
-            timer.cancel()
         if outcome is not Outcome.SUCCESS and self.loop is not None and self.switchboard.of(Role.TRAINER):
             self._progress.say(await self.loop.salvage(SALVAGE_PATIENCE_S))
         with _recorded("ending the trajectories"):

@@ -15,8 +15,6 @@ from rollart.launch.local import WorkerExit
 
 __all__ = ["Losses"]
 
-GOODBYE_PATIENCE_S = 0.2
-"""For the last message of a worker whose process has ended."""
 EXIT_PATIENCE_S = 1.0
 """For the end of a process whose worker is lost."""
 

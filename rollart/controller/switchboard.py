@@ -54,6 +54,8 @@ logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer", bound=Message)
 DATA_MESSAGES = frozenset({Generate, Reset, Step, Close, TrainStep, Publish})
 """What must keep its order goes one way: a Close after its Reset, a Publish between its train_steps."""
+GOODBYE_PATIENCE_S = 0.2
+"""For the last message of a worker that ends; it is on its way when the end shows, and knows the reason."""
 
 
 class CallError(Exception):
@@ -89,6 +91,7 @@ class Link:
         "failures_in_a_row",
         "hello",
         "last_heard",
+        "leaving",
         "ready",
         "sessions",
         "state",
@@ -105,6 +108,8 @@ class Link:
         self.beat = Beat(0, 0)
         self.ready: Ready | None = None
         self.failures_in_a_row = 0
+        self.leaving: asyncio.TimerHandle | None = None
+        """Set while an end that has shown waits for the worker's own word on it."""
         self.sessions = 0
         """Episodes placed on it (environment workers)."""
 
@@ -264,15 +269,24 @@ class Switchboard:
             try:
                 self._transport.send(identity, frames)
             except Unreachable as error:
-                self.lose(link, f"unreachable: {error}")
+                if link.leaving is None:
+                    self.lose_soon(link, f"unreachable: {error}")
 
         return Outbox(send)
+
+    def lose_soon(self, link: Link, reason: str) -> None:
+        """Count ``link`` as gone for ``reason`` in a moment, unless its goodbye tells a better one first."""
+        if link.leaving is not None:
+            link.leaving.cancel()
+        link.leaving = self._loop.call_later(GOODBYE_PATIENCE_S, self.lose, link, reason)
 
     def lose(self, link: Link, reason: str) -> None:
         """Count ``link`` as gone, and fail its calls."""
         if link.state is LinkState.GONE:
             return
         link.state = LinkState.GONE
+        if link.leaving is not None:
+            link.leaving.cancel()
         link.control.flush()  # it may have been told to end just now
         self.links.pop(link.name, None)
         for identity in _identities(link.name):
