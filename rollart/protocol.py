@@ -51,6 +51,7 @@ __all__ = [
     "ToController",
     "ToWorker",
     "TrainGroup",
+    "TrainPart",
     "TrainSample",
     "TrainStep",
     "Trained",
@@ -67,7 +68,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class Role(enum.StrEnum):
@@ -341,14 +342,28 @@ class TrainGroup(msgspec.Struct, array_like=True, frozen=True):
     samples: list[TrainSample]
 
 
+class TrainPart(Message):
+    """Groups of the batch of step ``step_id``, ahead of its ``TrainStep``; to say it again changes nothing.
+
+    Payload: one frame per group, an encoded ``TrainGroup``.  Answer: ``Done``, which invites the next part.
+    """
+
+    seq: int
+    step_id: int
+    first: int
+    """How many of the batch's groups come before these."""
+
+
 class TrainStep(Message):
-    """Train on a batch.  Payload: one frame per group, an encoded ``TrainGroup``.  Answer: ``Trained``.
+    """Train on the batch whose groups the ``TrainPart`` of this step brought.  Answer: ``Trained``.
 
     Idempotent: a ``step_id`` that was applied already is answered from memory.
     """
 
     seq: int
     step_id: int
+    groups: int
+    """How many the batch has."""
     version: int
     """The trainer's version before the step."""
     verify_share: float
@@ -427,6 +442,7 @@ ToWorker = (
     | Reset
     | Step
     | Close
+    | TrainPart
     | TrainStep
     | Publish
     | Collect
@@ -462,7 +478,7 @@ def encode(*messages: Message) -> bytes:
 
 
 def encode_group(group: TrainGroup) -> bytes:
-    """A payload frame of ``TrainStep``."""
+    """A payload frame of ``TrainPart``."""
     return _encoder.encode(group)
 
 

@@ -47,12 +47,14 @@ from rollart.protocol import (
     ToWorker,
     Trained,
     TrainGroup,
+    TrainPart,
     TrainStep,
     Update,
     Updated,
     VersionRun,
 )
 from rollart.random_model import vocabulary_size, write_model_folder
+from rollart.workers.batch_parts import BatchParts
 from rollart.workers.dialer import Dialer, ZmqDialer
 from rollart.workers.worker import Deterministic, Worker
 
@@ -167,6 +169,7 @@ class ScriptedTrainer(Worker):
         self.script = script
         self.version = 0
         self.one_at_a_time = asyncio.Lock()
+        self.parts = BatchParts()
 
     async def setup(self) -> Ready:
         return Ready(1, {"trainer": "scripted"})
@@ -177,14 +180,20 @@ class ScriptedTrainer(Worker):
 
     async def carry_out(self, message: ToWorker, payload: Sequence[bytes]) -> Message | None:
         match message:
-            case TrainStep(seq=seq, step_id=step):
+            case TrainPart(seq=seq, step_id=step, first=first):
+                self.parts.add(step, first, payload)
+                return Done(seq)
+            case TrainStep(seq=seq, step_id=step, groups=groups):
                 assert message.version == self.version
                 await asyncio.sleep(self.script.train_s())
                 skipped = self.script.skip(step)
                 if not skipped:
                     self.version += 1
                     self.script.batches.append(
-                        [msgspec.msgpack.decode(frame, type=TrainGroup) for frame in payload]
+                        [
+                            msgspec.msgpack.decode(frame, type=TrainGroup)
+                            for frame in self.parts.of(step, groups)
+                        ]
                     )
                 # As the real one: what is not finite is left out.
                 metrics = {} if skipped else {"loss": 0.0, "logprob_gap_mean": 0.0}

@@ -18,8 +18,9 @@ from rollart.controller.llm_proxy import LLMProxy
 from rollart.controller.rollout import Rollout
 from rollart.controller.sample_buffer import Orders, SampleBuffer
 from rollart.controller.staleness import Bound
+from rollart.controller.switchboard import CallError, Link, Switchboard
 from rollart.controller.trajectory import Trajectory
-from rollart.protocol import TrainSample
+from rollart.protocol import FailureKind, Hello, TrainSample
 from rollart.simulation import command_line, fuzz, run
 from rollart.simulation.fuzz import Verdict, run_seed, shrink
 from rollart.simulation.run import simulate
@@ -142,6 +143,28 @@ def test_training_twice_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trajectory, "take_sample", keeping)  # else the second time it has no tokens left
     monkeypatch.setattr(SampleBuffer, "take_batch", again)
     caught("was trained in step")
+
+
+def test_a_loss_that_fails_the_calls_to_others_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail_all(self: Switchboard, link: Link, reason: str) -> None:
+        for call in self._pending.values():
+            if not call.answer.done():
+                said = f"{call.link.name} is lost: {reason}"
+                call.answer.set_exception(CallError(FailureKind.INFRASTRUCTURE, said))
+
+    monkeypatch.setattr(Switchboard, "_fail_calls", fail_all)
+    caught("I8 trajectory")
+
+
+def test_a_worker_that_is_given_up_without_a_fault_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def greet(self: Switchboard, identity: bytes, hello: Hello) -> None:
+        welcome(self, identity, hello)
+        if hello.name == "environment-1":
+            self._loop.call_later(60.0, self.lose, self.links[hello.name], "a bug")
+
+    welcome = Switchboard._greet
+    monkeypatch.setattr(Switchboard, "_greet", greet)
+    caught("I8 environment-1 is gone")
 
 
 def test_a_task_that_is_left_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ from rollart.protocol import (
     Shutdown,
     Suspend,
     Trained,
+    TrainPart,
     TrainStep,
     Welcome,
     decode_to_controller,
@@ -157,12 +158,19 @@ def test_train_publish_checkpoint_export_and_collect(controller: Controller, mod
         del stored
 
     groups = make_groups(reference_model(model), make_config())
-    trained = controller.ask(Trained, TrainStep(2, 40, 0, 1.0), frames_of(groups))
+    frames = frames_of(groups)
+    assert controller.ask(Done, TrainPart(20, 40, 0), frames[:1]) == Done(20)
+    early = controller.ask(Failure, TrainStep(21, 40, len(frames), 0, 1.0))
+    assert early.message == f"the batch of step 40 has {len(frames)} group(s), but 1 came"
+    for seq in (22, 23):
+        assert controller.ask(Done, TrainPart(seq, 40, 1), frames[1:]) == Done(seq)
+    trained = controller.ask(Trained, TrainStep(2, 40, len(frames), 0, 1.0))
     assert (trained.step_id, trained.version, trained.skipped) == (40, 1, "")
     assert trained.metrics["logprob_gap_max"] < 1e-4
-    again = controller.ask(Trained, TrainStep(3, 40, 0, 1.0), frames_of(groups))
+    again = controller.ask(Trained, TrainStep(3, 40, len(frames), 0, 1.0))
     assert again == msgspec.structs.replace(trained, seq=3)
-    refused = controller.ask(Failure, TrainStep(4, 41, 0, 1.0), frames_of(groups))
+    controller.ask(Done, TrainPart(24, 41, 0), frames)
+    refused = controller.ask(Failure, TrainStep(4, 41, len(frames), 0, 1.0))
     assert refused.kind is FailureKind.DETERMINISTIC
     assert "at version 1" in refused.message
 

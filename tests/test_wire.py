@@ -29,8 +29,8 @@ from rollart.protocol import (
     FailureKind,
     Message,
     TrainGroup,
+    TrainPart,
     TrainSample,
-    TrainStep,
     decode_to_controller,
     decode_to_worker,
     encode,
@@ -115,7 +115,7 @@ async def test_a_full_outbox_and_a_payload_leave_at_once_and_in_order() -> None:
     for seq in range(outbox.MOST_MESSAGES + 1):
         box.add(Cancel(seq))
     payload = [b"a", b"b"]
-    box.add_with(TrainStep(999, 0, 0, 1.0), payload)
+    box.add_with(TrainPart(999, 0, 0), payload)
     assert payload == [], "the frames are not held twice"
     box.add(Cancel(1000))
     await asyncio.sleep(0)
@@ -195,12 +195,12 @@ async def test_a_payload_of_any_size_arrives_whole_and_can_be_decoded(size: int)
     receiver.start()
     sender.start()
     group = TrainGroup(1, "Task", [TrainSample(2, bytes(size), b"", b"", [], 0.5)])
-    frames = [encode(TrainStep(1, 0, 0, 1.0)), encode_group(group)]
+    frames = [encode(TrainPart(1, 0, 0)), encode_group(group)]
     sender.send(frames)
     assert frames == [], "what has left is not held"
     async with asyncio.timeout(5):
         message, payload = await heard
-    assert decode_to_worker(message) == [TrainStep(1, 0, 0, 1.0)]
+    assert decode_to_worker(message) == [TrainPart(1, 0, 0)]
     assert msgspec.msgpack.decode(payload, type=TrainGroup) == group
     del payload
     heard.result().clear()

@@ -47,6 +47,7 @@ from rollart.protocol import (
     Suspend,
     ToWorker,
     Trained,
+    TrainPart,
     TrainStep,
     Update,
     Updated,
@@ -161,7 +162,13 @@ class InstantWorker:
             case Resume(seq=seq):
                 self._held = False
                 return Done(seq)
-            case Pull(seq=seq) | Collect(seq=seq) | Export(seq=seq) | SaveCheckpoint(seq=seq):
+            case (
+                TrainPart(seq=seq)
+                | Pull(seq=seq)
+                | Collect(seq=seq)
+                | Export(seq=seq)
+                | SaveCheckpoint(seq=seq)
+            ):
                 return Done(seq)
             case Shutdown():
                 self._over = True

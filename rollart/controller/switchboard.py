@@ -40,6 +40,7 @@ from rollart.protocol import (
     Shutdown,
     Step,
     ToController,
+    TrainPart,
     TrainStep,
     Welcome,
     decode_to_controller,
@@ -52,8 +53,8 @@ __all__ = ["CallError", "Link", "LinkState", "Switchboard"]
 logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer", bound=Message)
-DATA_MESSAGES = frozenset({Generate, Reset, Step, Close, TrainStep, Publish})
-"""What must keep its order goes one way: a Close after its Reset, a Publish between its train_steps."""
+DATA_MESSAGES = frozenset({Generate, Reset, Step, Close, TrainPart, TrainStep, Publish})
+"""What must keep its order goes one way: a Close after its Reset, a TrainStep after its parts."""
 GOODBYE_PATIENCE_S = 0.2
 """For the last message of a worker that ends; it is on its way when the end shows, and knows the reason."""
 

@@ -31,6 +31,7 @@ from rollart.protocol import (
     SaveCheckpoint,
     Trained,
     TrainGroup,
+    TrainPart,
     TrainStep,
     encode_group,
 )
@@ -40,7 +41,8 @@ __all__ = ["TrainingLoop"]
 Answer = TypeVar("Answer", bound=Message)
 MAX_SKIPPED_IN_A_ROW = 3
 KEEP_CHECKPOINTS = 2
-GROUPS_AT_ONCE = 32
+PART_BYTES = 1 << 20
+"""Of a batch: it leaves in parts, each when the one before has arrived, so that neither side holds it twice."""
 
 
 class TrainingLoop:
@@ -161,25 +163,19 @@ class TrainingLoop:
     async def _train(self, groups: list[Group]) -> Trained:
         """train_step, and what it means for the trajectories."""
         versions, before = self._versions, self._versions.n
-        payload = []
-        for number, g in enumerate(groups):
-            payload.append(encode_group(TrainGroup(g.id, g.task, [t.take_sample() for t in g.scored])))
-            if number % GROUPS_AT_ONCE == GROUPS_AT_ONCE - 1:
-                await asyncio.sleep(0)  # a large batch must not keep the trajectories waiting
+        samples = await self._send(groups)
         request = TrainStep(
-            self._switchboard.next_seq(), self._step, before, self._config.trainer.verify_share
+            self._switchboard.next_seq(),
+            self._step,
+            len(groups),
+            before,
+            self._config.trainer.verify_share,
         )
-        trained = await self._call(request, Trained, payload)
+        trained = await self._call(request, Trained)
         if trained.version != (before if trained.skipped else before + 1):
             raise RunError(
                 f"the trainer says version {trained.version} after step {self._step} on version {before}"
             )
-        mixed = self._config.rollout.mixed_versions
-        samples = [
-            events.TrainedSample(t.id, t.tokens, t.sampled, trained_runs(t, mixed))
-            for group in groups
-            for t in group.scored
-        ]
         self._rollout.batch_trained(trained.skipped)
         versions.n, versions.busy = trained.version, False
         self._run.write(
@@ -194,6 +190,26 @@ class TrainingLoop:
         self._rollout.review()
         await self._rollout.end_trained()
         return trained
+
+    async def _send(self, groups: list[Group]) -> list[events.TrainedSample]:
+        """Bring the batch to the trainer; what will be told of its samples once they are trained on."""
+        mixed = self._config.rollout.mixed_versions
+        samples: list[events.TrainedSample] = []
+        first, part, size = 0, list[bytes](), 0
+        for number, group in enumerate(groups, 1):
+            samples += (
+                events.TrainedSample(t.id, t.tokens, t.sampled, trained_runs(t, mixed)) for t in group.scored
+            )
+            part.append(
+                encode_group(TrainGroup(group.id, group.task, [t.take_sample() for t in group.scored]))
+            )
+            size += len(part[-1])
+            if size >= PART_BYTES or number == len(groups):
+                await self._call(TrainPart(self._switchboard.next_seq(), self._step, first), Done, part)
+                first, part, size = number, [], 0
+            else:
+                await asyncio.sleep(0)  # a large group must not keep the trajectories waiting
+        return samples
 
     def _heed_gap(self, trained: Trained) -> None:
         """Say it, once, when trainer and engines don't mean the same distribution."""

@@ -40,6 +40,9 @@ class SimEnvironment(Worker):
     async def setup(self) -> Ready:
         """Be there."""
         await asyncio.sleep(self._world.timings.start_s / 10)
+        self._patience = {
+            task.name: (task.reset_timeout_s, task.step_timeout_s) for task in self.config.tasks
+        }
         return Ready(self.config.environments.max_sessions, {})
 
     async def serve(self, message: ToWorker, payload: Sequence[bytes]) -> Message | None:
@@ -55,23 +58,27 @@ class SimEnvironment(Worker):
         raise Deterministic(f"an environment worker does not serve {type(message).__name__}")
 
     async def _reset(self, request: Reset) -> Observation:
-        episode = Episode(self._world.families[request.task], request.seed, request.session)
+        episode = Episode(request.task, self._world.families[request.task], request.seed, request.session)
         self._episodes[request.session] = episode
-        await self._act(episode.reset_s(), fails=episode.fails(episode.family.reset_failure))
+        seconds, fails = episode.reset_s(), episode.fails(episode.family.reset_failure)
+        await self._act(request.session, seconds, fails, self._patience[request.task][0])
         return Observation(request.seq, _text(episode), 0.0, False, {})
 
     async def _step(self, request: Step) -> Observation:
         episode = self._episodes.get(request.session)
         if episode is None:
             raise RuntimeError(f"no session {request.session}")
-        await self._act(episode.step_s(), fails=episode.fails(episode.family.step_failure))
+        seconds, fails = episode.step_s(), episode.fails(episode.family.step_failure)
+        await self._act(request.session, seconds, fails, self._patience[episode.task][1])
         episode.steps += 1
         reward = float(episode.success) if episode.done else 0.0
         info = {"success": reward} if episode.done else {}
         return Observation(request.seq, _text(episode), reward, episode.done, info)
 
-    async def _act(self, seconds: float, *, fails: bool) -> None:
+    async def _act(self, session: str, seconds: float, fails: bool, patience_s: float) -> None:
         ailments = self._world.of(self.name)
+        if fails or seconds >= patience_s:
+            self._world.troubled.add(session)
         async with self._threads or contextlib.nullcontext():
             await asyncio.sleep(seconds * ailments.slowdown)
             self.busy_s += seconds * ailments.slowdown

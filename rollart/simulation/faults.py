@@ -69,6 +69,8 @@ class Injector:
 
     def __init__(self, faults: list[Fault], world: World) -> None:
         self.happened: Counter[str] = Counter()
+        self.befell: set[str] = set()
+        """The workers to which something happened."""
         self._faults = faults
         self._world = world
         self._armed: list[Fault] = []
@@ -97,7 +99,7 @@ class Injector:
         for fault in self._armed:
             if fault.worker == worker and FRAME_FAULTS[fault.kind] == direction:
                 self._armed.remove(fault)
-                self.happened[fault.kind] += 1
+                self._count(fault)
                 return self._altered(fault.kind, frames)
         return [frames]
 
@@ -113,7 +115,7 @@ class Injector:
         if fault.kind in FRAME_FAULTS:
             self._armed.append(fault)
             return
-        self.happened[fault.kind] += 1
+        self._count(fault)
         worker, value, ailments = fault.worker, fault.value, self._world.of(fault.worker)
         match fault.kind:
             case FaultKind.CRASH:
@@ -137,6 +139,10 @@ class Injector:
                 ailments.lost_buckets += int(value)
             case FaultKind.NAN:
                 ailments.skips += int(value)
+
+    def _count(self, fault: Fault) -> None:
+        self.happened[fault.kind] += 1
+        self.befell.add(fault.worker)
 
     def _heal(self, worker: str) -> None:
         self._partitioned.pop(worker, None)

@@ -26,6 +26,7 @@ from rollart.simulation.environment import SimEnvironment
 from rollart.simulation.faults import Fault, Injector
 from rollart.simulation.host import Host, Messages, OnHost, Sharing
 from rollart.simulation.inference import SimInference
+from rollart.simulation.isolation import Isolation
 from rollart.simulation.launcher import SimLauncher
 from rollart.simulation.loop import Deadlock, VirtualLoop
 from rollart.simulation.network import SimDialer, SimNetwork
@@ -136,6 +137,7 @@ class _Run:
             self.network.taps.append(self.wire.hear)
         self.output = MemoryOutput()
         self.invariants = Invariants()
+        self.isolation = Isolation(befell=self.injector.befell.__contains__, troubled=self.world.troubled)
         self.launcher: SimLauncher
         self.outcome, self.cause = "broken", ""
         self.controller: Controller
@@ -153,6 +155,7 @@ class _Run:
             unix_time=lambda: 0.0,
         )
         controller.events.listen(self.invariants.feed)
+        controller.events.listen(self.isolation.feed)
         try:
             self.outcome = str(await controller.run())
         except InvariantError as error:
@@ -220,9 +223,8 @@ def simulate(
         _abandon(loop)
         loop.close()
         logger.setLevel(level)
-    violations += (
-        run.invariants.violations + run.wire.violations + (run.truth.violations if run.truth else [])
-    )
+    violations += run.invariants.violations + run.wire.violations + run.isolation.violations
+    violations += run.truth.violations if run.truth else []
     if run.outcome == "broken":
         violations.insert(0, f"the run broke: {run.cause}")
     return Result(

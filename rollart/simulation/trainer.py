@@ -26,10 +26,12 @@ from rollart.protocol import (
     ToWorker,
     Trained,
     TrainGroup,
+    TrainPart,
     TrainStep,
 )
 from rollart.simulation.fitting import scored_lengths
 from rollart.simulation.world import World, canary_logprobs
+from rollart.workers.batch_parts import BatchParts
 from rollart.workers.dialer import Dialer
 from rollart.workers.worker import Deterministic, Worker
 
@@ -43,7 +45,7 @@ _decoder = msgspec.msgpack.Decoder(TrainGroup)
 
 
 class SimTrainer(Worker):
-    """Serves ``TrainStep``, ``Publish``, ``Collect``, ``SaveCheckpoint`` and ``Export``."""
+    """Serves ``TrainPart``, ``TrainStep``, ``Publish``, ``Collect``, ``SaveCheckpoint`` and ``Export``."""
 
     role: ClassVar[Role] = Role.TRAINER
 
@@ -62,6 +64,7 @@ class SimTrainer(Worker):
         self._step_s = step_s
         self._version = 0
         self._answers: dict[int, Trained] = {}
+        self._parts = BatchParts()
         self._in_turn = asyncio.Lock()
 
     async def setup(self) -> Ready:
@@ -73,9 +76,12 @@ class SimTrainer(Worker):
         """Carry out a request."""
         timings, slow = self._world.timings, self._world.of(self.name).slowdown
         match message:
+            case TrainPart(seq=seq, step_id=step_id, first=first):
+                self._parts.add(step_id, first, payload)
+                return Done(seq)
             case TrainStep():
                 async with self._in_turn:
-                    return await self._train(message, payload)
+                    return await self._train(message)
             case Publish(seq=seq, version=version, canary=canary):
                 async with self._in_turn:
                     if version != self._version:
@@ -90,13 +96,13 @@ class SimTrainer(Worker):
                 return Done(seq)
         raise Deterministic(f"a trainer does not serve {type(message).__name__}")
 
-    async def _train(self, request: TrainStep, payload: Sequence[bytes]) -> Trained:
+    async def _train(self, request: TrainStep) -> Trained:
         known = self._answers.get(request.step_id)
         if known is not None:
             return msgspec.structs.replace(known, seq=request.seq)
         if request.version != self._version:
             raise Deterministic(f"it has version {self._version}, not {request.version}")
-        groups = [_decoder.decode(frame) for frame in payload]
+        groups = [_decoder.decode(frame) for frame in self._parts.of(request.step_id, request.groups)]
         ailments = self._world.of(self.name)
         samples = [sample for group in groups for sample in group.samples]
         lengths = [len(sample.ids) // ID_BYTES for sample in samples]
@@ -117,4 +123,5 @@ class SimTrainer(Worker):
                 self._world.truth.check_batch(request.step_id, groups)
         answer = Trained(request.seq, request.step_id, self._version, skipped, {"logprob_gap_mean": 0.0})
         self._answers = {request.step_id: answer}
+        self._parts.drop(request.step_id)
         return answer

@@ -68,9 +68,10 @@ class Family(msgspec.Struct, frozen=True):
 class Episode:
     """One session's draw."""
 
-    __slots__ = ("_rng", "family", "steps", "success", "turns")
+    __slots__ = ("_rng", "family", "steps", "success", "task", "turns")
 
-    def __init__(self, family: Family, seed: int, session: str) -> None:
+    def __init__(self, task: str, family: Family, seed: int, session: str) -> None:
+        self.task = task
         self.family = family
         instance = random.Random(f"{seed}")
         # Members of a group share the instance, and with it most of its length and difficulty.

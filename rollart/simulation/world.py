@@ -71,6 +71,8 @@ class World:
         self.host = Host(sharing.cores) if sharing else None
         self.environment_threads = environment_threads
         self.ailments: dict[str, Ailments] = {}
+        self.troubled: set[str] = set()
+        """Sessions whose own environment fails, or takes longer than it may."""
 
     def of(self, worker: str) -> Ailments:
         """A worker's ailments; a new one of the same name has none."""

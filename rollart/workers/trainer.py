@@ -31,15 +31,17 @@ from rollart.protocol import (
     SaveCheckpoint,
     ToWorker,
     Trained,
+    TrainPart,
     TrainStep,
 )
+from rollart.workers.batch_parts import BatchParts
 from rollart.workers.worker import Deterministic, Worker
 
 if TYPE_CHECKING:
     import torch
 
     from rollart.weights.local import LocalStore
-    from rollart.workers.megatron.core import Trainer
+    from rollart.workers.megatron.core import StepResult, Trainer
 
 __all__ = ["TrainerWorker"]
 
@@ -57,6 +59,7 @@ class TrainerWorker(Worker):
 
     async def setup(self) -> Ready:
         """Build the model and its optimiser, and open the store."""
+        self._parts = BatchParts()
         self._published: dict[int, Published] = {}
         self._publishing = asyncio.Lock()
         self._compute_thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
@@ -77,8 +80,11 @@ class TrainerWorker(Worker):
     async def serve(self, message: ToWorker, payload: Sequence[bytes]) -> Message | None:
         """One request of the training part of the protocol."""
         match message:
+            case TrainPart(seq=seq, step_id=step_id, first=first):
+                self._parts.add(step_id, first, payload)
+                return Done(seq)
             case TrainStep():
-                return await self._train_step(message, payload)
+                return await self._train_step(message)
             case Publish():
                 return await self._publish(message)
             case Collect(seq=seq, below=below):
@@ -96,15 +102,20 @@ class TrainerWorker(Worker):
 
     # --- requests -------------------------------------------------------------------------------------
 
-    async def _train_step(self, message: TrainStep, payload: Sequence[bytes]) -> Trained:
-        result = await self._compute(
-            lambda: self._trainer.train_step(
-                step_id=message.step_id,
+    async def _train_step(self, message: TrainStep) -> Trained:
+        step_id = message.step_id
+
+        def train() -> StepResult:
+            known = self._trainer.answered(step_id)
+            return known or self._trainer.train_step(
+                step_id=step_id,
                 version=message.version,
                 verify_share=message.verify_share,
-                frames=payload,
+                frames=self._parts.of(step_id, message.groups),
             )
-        )
+
+        result = await self._compute(train)
+        self._parts.drop(step_id)
         return Trained(message.seq, result.step_id, result.version, result.skipped, result.metrics)
 
     async def _publish(self, message: Publish) -> Published:

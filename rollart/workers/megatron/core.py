@@ -106,8 +106,9 @@ class Trainer:
         ``Refusal`` when ``version`` is not the trainer's or the batch breaks a rule.
         """
         self.optimizer.require_whole()
-        if step_id in self._answers:
-            return self._answers[step_id]
+        known = self.answered(step_id)
+        if known is not None:
+            return known
         if version != self.version:
             raise Refusal(
                 f"train_step {step_id} is for version {version}, but the trainer is at version {self.version}"
@@ -135,6 +136,10 @@ class Trainer:
             result = StepResult(step_id, self.version, "", metrics)
         self._answer(result)
         return result
+
+    def answered(self, step_id: int) -> StepResult | None:
+        """The answer to a train_step that was made already."""
+        return self._answers.get(step_id)
 
     @property
     def last_step(self) -> StepResult | None:
