@@ -16,7 +16,7 @@ import zmq
 
 __all__ = ["Channel", "OnMessage"]
 
-MAX_DRAIN = 32
+MAX_DRAIN = 16
 LARGE_BYTES = 1 << 17
 OnMessage = Callable[[list[bytes]], int | None]
 """Takes a message's frames, and says how many pieces of work it began, if not one."""

@@ -15,7 +15,7 @@ from rollart.protocol import Message, encode
 
 __all__ = ["Outbox"]
 
-MOST_MESSAGES = 64
+MOST_MESSAGES = 32
 MOST_BYTES = 1 << 16
 LONGEST_S = 0.002
 

@@ -1,8 +1,8 @@
 """Python's garbage collector in a process that is a controller.
 
 What a trajectory holds is freed by reference counts; the collector finds next to nothing, but by itself it walks
-through everything alive again and again, and all trajectories wait meanwhile (docs/performance.md).  So new objects
-are looked at once, in portions, and all of them together only as rarely as makes its share of the time ``SHARE``.
+through everything alive again and again, and all trajectories wait meanwhile (docs/performance.md).  So it looks only
+as rarely as makes its share of the time ``SHARE``.
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ __all__ = ["collecting_rarely"]
 
 logger = logging.getLogger(__name__)
 
-NEW_OBJECTS = 10_000
-"""Between two looks at the new ones; Python's own value is 700."""
-NEVER = 1_000_000_000
 LEAST_S = 60.0
 SHARE = 0.001
 
@@ -29,10 +26,10 @@ SHARE = 0.001
 def collecting_rarely() -> Iterator[None]:
     """While it lasts, on the running loop, collections are few; for a process whose main work is a run."""
     loop = asyncio.get_running_loop()
-    before = gc.get_threshold()
+    before = gc.isenabled()
     gc.collect()
     gc.freeze()  # what is there now stays: it need not be looked at again
-    gc.set_threshold(NEW_OBJECTS, NEVER, NEVER)
+    gc.disable()
     timer: asyncio.TimerHandle
 
     def collect() -> None:
@@ -49,4 +46,5 @@ def collecting_rarely() -> Iterator[None]:
     finally:
         timer.cancel()
         gc.unfreeze()
-        gc.set_threshold(*before)
+        if before:
+            gc.enable()

@@ -24,7 +24,7 @@ __all__ = ["EnvManager"]
 
 EVALUATION_SHARE = 16
 """One in so many of a worker's places, and at least one, is kept for evaluations where there are any."""
-STARTS_AT_ONCE = 32
+STARTS_AT_ONCE = 16
 """Trajectories that get an owner in one turn of the event loop."""
 FAILURE_WEIGHT = 16
 """Episodes that a failure in a row counts for when a worker is chosen."""

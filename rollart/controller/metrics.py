@@ -18,7 +18,7 @@ from rollart.controller.staleness import Bound, Versions
 from rollart.controller.trajectory import Kind, Reason, State, Trajectory
 from rollart.protocol import VersionRun
 
-__all__ = ["Metrics", "MetricsFile", "Row", "batch_metrics", "trained_runs"]
+__all__ = ["BatchMetrics", "Metrics", "MetricsFile", "Row", "trained_runs"]
 
 Row = dict[str, float | int | str | None]
 
@@ -120,25 +120,54 @@ def trained_runs(trajectory: Trajectory, mixed: MixedVersions) -> list[VersionRu
     return trajectory.versions
 
 
-def batch_metrics(groups: Sequence[Group], bound: Bound, versions: Versions, mixed: MixedVersions) -> Row:
-    """Rewards and ages of a batch that is formed now; the ages must be taken before the step."""
-    members = [t for group in groups for t in group.scored]
-    ages = [bound.staleness(group.version or 0, versions) for group in groups]
-    lags = [(versions.n - run.version, run.count) for t in members for run in trained_runs(t, mixed)]
-    tokens = sum(count for _, count in lags)
-    return {
-        "reward_mean": sum(t.score for t in members) / len(members),
-        "success_rate": sum(_succeeded(t) for t in members) / len(members),
-        "turns_mean": sum(t.turns for t in members) / len(members),
-        "staleness_mean": sum(ages) / len(ages),
-        "staleness_max": max(ages),
-        "train_lag_mean": sum(lag * count for lag, count in lags) / tokens,
-        "train_lag_max": max(lag for lag, _ in lags),
-        "trajectories": len(members),
-        "trajectories_of_several_versions": sum(len(t.versions) > 1 for t in members),
-        "truncated": sum(bool(t.truncated) for t in members),
-        "groups_short": sum(len(g.scored) < max(len(h.scored) for h in groups) for g in groups),
-    }
+class BatchMetrics:
+    """Rewards and ages of a batch, by the versions of the time at which it is formed."""
+
+    def __init__(
+        self, groups: Sequence[Group], bound: Bound, versions: Versions, mixed: MixedVersions
+    ) -> None:
+        self._ages = [bound.staleness(group.version or 0, versions) for group in groups]
+        self._whole = max(len(group.scored) for group in groups)
+        self._n = versions.n
+        self._mixed = mixed
+        self._counts: Counter[str] = Counter()
+        self._reward = self._success = 0.0
+        self._lag_max = self._lag_sum = self._tokens = 0
+
+    def add(self, group: Group) -> None:
+        """Count in a group of the batch; each has its turn, since a large batch takes a while."""
+        counts = self._counts
+        counts["groups_short"] += len(group.scored) < self._whole
+        for t in group.scored:
+            self._reward += t.score
+            self._success += _succeeded(t)
+            counts["turns"] += t.turns
+            counts["trajectories"] += 1
+            counts["of_several_versions"] += len(t.versions) > 1
+            counts["truncated"] += bool(t.truncated)
+            for run in trained_runs(t, self._mixed):
+                lag = self._n - run.version
+                self._lag_max = max(self._lag_max, lag)
+                self._lag_sum += lag * run.count
+                self._tokens += run.count
+
+    @property
+    def row(self) -> Row:
+        """Of all that were counted in."""
+        counts, members = self._counts, self._counts["trajectories"]
+        return {
+            "reward_mean": self._reward / members,
+            "success_rate": self._success / members,
+            "turns_mean": counts["turns"] / members,
+            "staleness_mean": sum(self._ages) / len(self._ages),
+            "staleness_max": max(self._ages),
+            "train_lag_mean": self._lag_sum / self._tokens,
+            "train_lag_max": self._lag_max,
+            "trajectories": members,
+            "trajectories_of_several_versions": counts["of_several_versions"],
+            "truncated": counts["truncated"],
+            "groups_short": counts["groups_short"],
+        }
 
 
 def _succeeded(trajectory: Trajectory) -> float:

@@ -28,7 +28,7 @@ from rollart.packing import ID_BYTES, count_unsound
 __all__ = ["Rollout"]
 
 EVAL_GROUP = -1
-GROUPS_AT_ONCE, MOVES_AT_ONCE = 64, 256
+GROUPS_AT_ONCE, MOVES_AT_ONCE = 4, 64
 
 
 class Rollout:

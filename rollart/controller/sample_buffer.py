@@ -65,6 +65,7 @@ class Group:
         "refills_left",
         "scored",
         "seed",
+        "settled_version",
         "task",
     )
 
@@ -78,10 +79,14 @@ class Group:
         self.dispatched = 0
         self.failures = 0
         """Members that FAILED."""
+        self.settled_version: int | None = None
+        """v of a group that is complete, whose members don't change any more."""
 
     @property
     def version(self) -> int | None:
         """v: the lowest version among the scored members' tokens."""
+        if self.settled_version is not None:
+            return self.settled_version
         return min((t.oldest for t in self.scored if t.oldest is not None), default=None)
 
 
@@ -204,6 +209,7 @@ class SampleBuffer:
         """Close the group, refill it, or wait."""
         orders = Orders()
         self.complete.pop(group.id, None)
+        group.settled_version = None
         policy = self.policy
         hoped_for = len(group.scored) + len(group.in_flight)
         if hoped_for + group.refills_left < policy.smallest:
@@ -229,7 +235,8 @@ class SampleBuffer:
             return
         self.filtered_in_a_row = 0
         self._filed += 1
-        self.complete[group.id] = (group.version or 0, self._filed, group)
+        group.settled_version = group.version or 0
+        self.complete[group.id] = (group.settled_version, self._filed, group)
 
     def _end(self, group: Group, outcome: str, reason: Reason, orders: Orders) -> None:
         for trajectory in [*group.in_flight.values(), *group.scored]:

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from rollart.config import Config, UpdateAt
 from rollart.controller import events
-from rollart.controller.metrics import Metrics, MetricsFile, Row, batch_metrics, trained_runs
+from rollart.controller.metrics import BatchMetrics, Metrics, MetricsFile, Row, trained_runs
 from rollart.controller.progress import Progress
 from rollart.controller.rollout import Rollout
 from rollart.controller.run_context import RunContext
@@ -43,6 +43,7 @@ MAX_SKIPPED_IN_A_ROW = 3
 KEEP_CHECKPOINTS = 2
 PART_BYTES = 1 << 20
 """Of a batch: it leaves in parts, each when the one before has arrived, so that neither side holds it twice."""
+PAUSE_BYTES = 1 << 16
 
 
 class TrainingLoop:
@@ -119,7 +120,7 @@ class TrainingLoop:
         started = clock()
         self.doing = "get_batch"
         groups = await self._rollout.get_batch()
-        self._ship(groups, row)
+        batch = self._ship(groups)
         got = clock()
         every = self._config.evaluation.every
         evaluate = bool(every) and self._step > 0 and self._step % every == 0
@@ -131,7 +132,8 @@ class TrainingLoop:
             row.update(await self._evaluate(self._step))
         ready = clock()
         self.doing = "train_step"
-        trained = await self._train(groups)
+        trained = await self._train(groups, batch)
+        row.update(batch.row)
         row.update({"logprob_gap_mean": None, **trained.metrics})
         row["skipped"] = trained.skipped
         row.update(
@@ -144,10 +146,10 @@ class TrainingLoop:
         row.update(self._metrics.take_refusals())
         return row
 
-    def _ship(self, groups: list[Group], row: Row) -> None:
+    def _ship(self, groups: list[Group]) -> BatchMetrics:
         """The batch is formed: record its ages, and abort what can't make the next one."""
         versions, bound = self._versions, self._bound
-        row.update(batch_metrics(groups, bound, versions, self._config.rollout.mixed_versions))
+        batch = BatchMetrics(groups, bound, versions, self._config.rollout.mixed_versions)
         self._run.write(
             events.Shipped(
                 self._run.clock(),
@@ -159,11 +161,12 @@ class TrainingLoop:
             )
         )
         self._rollout.review()
+        return batch
 
-    async def _train(self, groups: list[Group]) -> Trained:
+    async def _train(self, groups: list[Group], batch: BatchMetrics) -> Trained:
         """train_step, and what it means for the trajectories."""
         versions, before = self._versions, self._versions.n
-        samples = await self._send(groups)
+        samples = await self._send(groups, batch)
         request = TrainStep(
             self._switchboard.next_seq(),
             self._step,
@@ -191,12 +194,13 @@ class TrainingLoop:
         await self._rollout.end_trained()
         return trained
 
-    async def _send(self, groups: list[Group]) -> list[events.TrainedSample]:
+    async def _send(self, groups: list[Group], batch: BatchMetrics) -> list[events.TrainedSample]:
         """Bring the batch to the trainer; what will be told of its samples once they are trained on."""
         mixed = self._config.rollout.mixed_versions
         samples: list[events.TrainedSample] = []
-        first, part, size = 0, list[bytes](), 0
+        first, part, size, pause_at = 0, list[bytes](), 0, PAUSE_BYTES
         for number, group in enumerate(groups, 1):
+            batch.add(group)
             samples += (
                 events.TrainedSample(t.id, t.tokens, t.sampled, trained_runs(t, mixed)) for t in group.scored
             )
@@ -206,9 +210,10 @@ class TrainingLoop:
             size += len(part[-1])
             if size >= PART_BYTES or number == len(groups):
                 await self._call(TrainPart(self._switchboard.next_seq(), self._step, first), Done, part)
-                first, part, size = number, [], 0
-            else:
-                await asyncio.sleep(0)  # a large group must not keep the trajectories waiting
+                first, part, size, pause_at = number, [], 0, PAUSE_BYTES
+            elif size >= pause_at:
+                await asyncio.sleep(0)  # the trajectories must not wait for a large batch
+                pause_at = size + PAUSE_BYTES
         return samples
 
     def _heed_gap(self, trained: Trained) -> None:
