@@ -13,9 +13,11 @@ from collections.abc import Callable
 from rollart.packed_array import PackedArray
 from rollart.protocol import Message, encode
 
-__all__ = ["Outbox"]
+__all__ = ["MOST_ANSWERS", "MOST_MESSAGES", "Outbox"]
 
-MOST_MESSAGES = 32
+MOST_MESSAGES = 64
+MOST_ANSWERS = 32
+"""In a worker's frame: the controller takes up a frame whole, and all trajectories wait for as long."""
 MOST_BYTES = 1 << 16
 LONGEST_S = 0.002
 
@@ -23,10 +25,11 @@ LONGEST_S = 0.002
 class Outbox:
     """One for each connection; ``send(frames)`` takes the frames of a ZeroMQ message."""
 
-    __slots__ = ("_flush_soon", "_frame", "_loop", "_send", "_since")
+    __slots__ = ("_flush_soon", "_frame", "_loop", "_most", "_send", "_since")
 
-    def __init__(self, send: Callable[[list[bytes]], None]) -> None:
+    def __init__(self, send: Callable[[list[bytes]], None], *, most_messages: int = MOST_MESSAGES) -> None:
         self._send = send
+        self._most = most_messages
         self._frame = PackedArray()
         self._since = 0.0
         self._loop = asyncio.get_running_loop()
@@ -38,11 +41,7 @@ class Outbox:
         now = self._loop.time()
         if self._frame.count == 1:
             self._since = now
-        if (
-            self._frame.count >= MOST_MESSAGES
-            or self._frame.size >= MOST_BYTES
-            or now - self._since > LONGEST_S
-        ):
+        if self._frame.count >= self._most or self._frame.size >= MOST_BYTES or now - self._since > LONGEST_S:
             self.flush()
         elif not self._flush_soon:
             self._flush_soon = True

@@ -16,6 +16,7 @@ from pathlib import Path
 import zmq
 
 from benchmarks.parts import turns
+from rollart.outbox import MOST_ANSWERS
 from rollart.packing import ID_BYTES, pack_floats
 from rollart.peer import Peer
 from rollart.protocol import (
@@ -116,8 +117,8 @@ class InstantWorker:
             answers = [a for m in decode_to_worker(frames[0]) if (a := self._answer(m)) is not None]
             if self._side_share:
                 answers = [a for a in answers if not self._send_with_side_payload(socket, a)]
-            if answers:
-                socket.send(encode(*answers))
+            for first in range(0, len(answers), MOST_ANSWERS):
+                socket.send(encode(*answers[first : first + MOST_ANSWERS]))
 
     def _send_with_side_payload(self, socket: zmq.Socket[bytes], answer: Message) -> bool:
         if self._draw.random() >= self._side_share:

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from rollart.config import Config
-from rollart.outbox import Outbox
+from rollart.outbox import MOST_ANSWERS, Outbox
 from rollart.protocol import (
     PROTOCOL_VERSION,
     Attach,
@@ -105,7 +105,9 @@ class Worker:
         self._end = loop.create_future()
         self._control = self._dialer.dial("control", self.name, self._on_control)
         self._data = self._dialer.dial("data", self.name, self._on_data)
-        self._say, self._say_data = Outbox(self._control.send), Outbox(self._data.send)
+        self._say, self._say_data = (
+            Outbox(connection.send, most_messages=MOST_ANSWERS) for connection in (self._control, self._data)
+        )
         try:
             await self._serve_until_end(loop)
         except Exception as error:  # the boundary of a worker: recorded, and told
