@@ -93,12 +93,13 @@ async def _watch(controller: Controller, counts: _Counts, live: int, turns_wante
 
 
 def _live(controller: Controller) -> list[Trajectory]:
-    groups = controller.rollout.buffer.groups.values()
+    """Every trajectory that has not ended, in the buffer or in training."""
+    groups = [*controller.rollout.buffer.groups.values(), *controller.rollout.in_training]
     return [t for group in groups for t in (*group.in_flight.values(), *group.scored)]
 
 
 def _bytes_per_trajectory(controller: Controller, counts: _Counts) -> float:
-    """Resident memory beyond what the process had before the run, and beyond the tokens; of what is in the buffer."""
+    """Resident memory beyond what the process had before the run, and beyond the tokens."""
     live = _live(controller)
     tokens = sum(len(t.ids) + len(t.mask) + len(t.logprobs) for t in live)
     return (resident_bytes() - counts.bytes_before - tokens) / len(live)

@@ -47,6 +47,7 @@ class EnvManager:
         """``on_sampled`` hears each answer and may end the trajectory; ``on_settled`` hears
         of each trajectory that became SCORED or FAILED."""
         self.tasks: dict[int, asyncio.Task[None]] = {}
+        self._when_owner_ends = self._owner_ended  # one bound method for all
         self._config = config
         self._switchboard = switchboard
         self._proxy = proxy
@@ -90,7 +91,7 @@ class EnvManager:
         )
         self.tasks[trajectory.id] = task
         # Not in the owner itself: a task that is cancelled before it begins runs none of its code.
-        task.add_done_callback(self._owner_ended)
+        task.add_done_callback(self._when_owner_ends)
 
     def stop(self, trajectory: Trajectory) -> None:
         """The trajectory has ended by another's decision: stop its owner, and what it waits for."""

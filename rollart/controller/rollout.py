@@ -53,10 +53,11 @@ class Rollout:
         self._run = run
         self._metrics = metrics
         self._next_id = 0
+        self._observer = self._moved  # one bound method for all trajectories
         self._admitting = False
         self._admit_soon = False
         self._batch_wanted: asyncio.Future[list[Group]] | None = None
-        self._in_training: list[Group] = []
+        self.in_training: list[Group] = []
         """The groups of the batch that is in training."""
         self._leaving: Iterator[Trajectory] = iter(())
         """Trajectories of the batch that was trained last, which have yet to end."""
@@ -132,7 +133,7 @@ class Rollout:
             return
         groups = self.buffer.take_batch()
         if groups is not None:
-            self._in_training = groups
+            self.in_training = groups
             self._batch_wanted.set_result(groups)
 
     def batch_trained(self, skipped: str) -> None:
@@ -140,9 +141,9 @@ class Rollout:
 
         ``end_trained`` follows; whatever happens before it is done, ``close`` ends the rest the same way.
         """
-        self._leaving = iter([t for group in self._in_training for t in group.scored])
+        self._leaving = iter([t for group in self.in_training for t in group.scored])
         self._skipped = skipped
-        self._in_training = []
+        self.in_training = []
 
     async def end_trained(self) -> None:
         """End the trajectories of the batch that was trained, a few at a time."""
@@ -164,9 +165,9 @@ class Rollout:
         self._admitting = False
         self._end_some()
         self._carry_out(self.buffer.clear(reason))
-        for trajectory in (t for group in self._in_training for t in group.scored):
+        for trajectory in (t for group in self.in_training for t in group.scored):
             trajectory.abort(reason)
-        self._in_training = []
+        self.in_training = []
         for trajectory in list(self._eval.values()):
             if not trajectory.state.ended:
                 trajectory.abort(reason)
@@ -198,7 +199,7 @@ class Rollout:
             seed=seed,
             kind=kind,
             limits=self._limits[task],
-            observer=self._moved,
+            observer=self._observer,
         )
         self._next_id += 1
         self._metrics.dispatched(trajectory)

@@ -213,8 +213,9 @@ class Trajectory:
                 self.truncated = "max_turns" if self.turns >= self.limits.max_turns else "context"
             self.move(State.SCORING)
             return Next.SCORE
-        self.ids += ids
-        self.mask += bytes(count)
+        # Not +=, which would leave room for an eighth more.
+        self.ids = self.ids + ids
+        self.mask = self.mask + bytes(count)
         self.tokens += count
         self.move(State.GENERATING)
         return Next.GENERATE
@@ -223,10 +224,10 @@ class Trajectory:
         """The engine answered; greedy answers (of evaluations) carry no log-probabilities."""
         count = len(ids) // ID_BYTES
         self._answer_bytes = len(ids)
-        self.ids += ids
-        self.mask += b"\x01" * count
+        self.ids = self.ids + ids
+        self.mask = self.mask + b"\x01" * count
         self.tokens += count
-        self.logprobs += logprobs
+        self.logprobs = self.logprobs + logprobs
         for run in versions:
             self._append_run(run)
         self.turns += 1
