@@ -19,6 +19,8 @@ demo: .venv/rollart
 	$(RUN) -m rollart.controller examples/frozen_lake.yaml
 
 test: .venv/rollart
+	@$(RUN) -c 'import ctypes; ctypes.CDLL("libibverbs.so.1")' 2>/dev/null || { \
+	echo "Mooncake's store needs the library libibverbs.so.1; on Debian and Ubuntu: apt-get install libibverbs1" >&2; exit 1; }
 	@$(RUN) -m pytest $(ARGS)
 
 lint: .venv/rollart

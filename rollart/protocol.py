@@ -131,7 +131,11 @@ class Welcome(Message):
     run_dir: str
     model_dir: str
     store_dir: str
-    """Folder of the local weight store."""
+    """Folder in this machine's shared memory for weights: the local store, or what is pulled from another."""
+    store_master: str
+    """HOST:PORT of the Mooncake master, where weights travel through one."""
+    store_run: str
+    """What keeps this run's weights apart in a store that others use too."""
     heartbeat_s: float
     controller_timeout_s: float
 
@@ -242,7 +246,7 @@ class Pull(Message):
     seq: int
     version: int
     manifest: str
-    """Path of the version's manifest in the store."""
+    """The version's reference, as ``Published`` has it."""
 
 
 class Update(Message):
@@ -381,10 +385,12 @@ class Trained(Message):
 
 
 class Publish(Message):
-    """Put the current weights into the store as ``version``.  Answer: ``Published``.  Idempotent."""
+    """Put the current weights into the store as ``version``.  Answer: ``Published``.  Idempotent by its attempt."""
 
     seq: int
     version: int
+    attempt: int
+    """From 0; a higher one stores the version anew, after a part of it was lost."""
     canary: bytes
     """int32 ids that the trainer scores with these weights."""
 
@@ -395,6 +401,7 @@ class Published(Message):
     seq: int
     version: int
     manifest: str
+    """The version's reference in the store."""
     canary_logprobs: bytes
     """float32, as in ``Updated``."""
     size_bytes: int

@@ -140,6 +140,8 @@ class DrivenWorker:
             run_dir=str(model_dir),
             model_dir=str(model_dir),
             store_dir=str(store),
+            store_master="",
+            store_run="",
             heartbeat_s=1.0,
             controller_timeout_s=30.0,
         )

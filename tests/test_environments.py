@@ -376,7 +376,7 @@ async def worker_of(
     }  # fmt: skip
     worker = EnvironmentWorker(ZmqDialer(Peer("", "", "", "")), name="env-0")
     worker.config = msgspec.convert(config, Config)
-    worker.welcome = Welcome(b"", "", str(model), "", 1.0, 30.0)
+    worker.welcome = Welcome(b"", "", str(model), "", "", "", 1.0, 30.0)
     Echo.closed.clear()
     Echo.release.clear()
     try:

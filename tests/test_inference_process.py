@@ -169,7 +169,7 @@ def welcome(controller: Controller, folder: Path) -> Ready:
     model_dir = save_shape(random_model(0), folder / "model")
     config = msgspec.msgpack.encode(config_for())
     controller.send(
-        "control", Welcome(config, str(folder), str(model_dir), str(folder / "store"), 0.5, 300.0)
+        "control", Welcome(config, str(folder), str(model_dir), str(folder / "store"), "", "", 0.5, 300.0)
     )
     return controller.receive(Ready, timeout_s=180)
 

@@ -104,7 +104,9 @@ class Controller:
         first = [self.receive(60), self.receive(60)]
         assert {type(message) for message in first} == {Hello, Attach}
         config = msgspec.msgpack.encode(make_config())
-        self.send(Welcome(config, str(self.folder), str(model), str(self.folder / "store"), 0.05, 60.0))
+        self.send(
+            Welcome(config, str(self.folder), str(model), str(self.folder / "store"), "", "", 0.05, 60.0)
+        )
         ready = self.receive(120)
         assert isinstance(ready, Ready), ready
         return ready
@@ -146,7 +148,7 @@ def canary_of(folder: Path) -> list[float]:
 def test_train_publish_checkpoint_export_and_collect(controller: Controller, model: Path) -> None:
     """The life of two versions, each request asked twice where it is idempotent."""
     folder = controller.folder
-    start = controller.ask(Published, Publish(1, 0, pack_ids(CANARY)))
+    start = controller.ask(Published, Publish(1, 0, 0, pack_ids(CANARY)))
     assert unpack_floats(start.canary_logprobs) == pytest.approx(canary_of(model), abs=1e-4)
     expected = reference_model(model).state_dict()
     del expected["lm_head.weight"]
@@ -175,12 +177,21 @@ def test_train_publish_checkpoint_export_and_collect(controller: Controller, mod
     assert "at version 1" in refused.message
 
     assert controller.ask(Done, Export(5, str(folder / "export"))) == Done(5)
-    published = controller.ask(Published, Publish(6, 1, pack_ids(CANARY)))
+    published = controller.ask(Published, Publish(6, 1, 0, pack_ids(CANARY)))
     assert unpack_floats(published.canary_logprobs) == pytest.approx(canary_of(folder / "export"), abs=1e-4)
     assert published.blocked_s < 5
-    repeated = controller.ask(Published, Publish(7, 1, pack_ids(CANARY)))
+    repeated = controller.ask(Published, Publish(7, 1, 0, pack_ids(CANARY)))
     assert repeated == msgspec.structs.replace(published, seq=7)
-    assert "at 1" in controller.ask(Failure, Publish(8, 2, pack_ids(CANARY))).message
+    with LocalStore(folder / "store").pull(published.manifest) as weights:
+        bucket = weights.manifest.buckets[0].name
+    (folder / "store" / "v1" / bucket).unlink()
+    anew = controller.ask(Published, Publish(25, 1, 1, pack_ids(CANARY)))
+    assert controller.ask(Published, Publish(26, 1, 1, pack_ids(CANARY))).manifest == anew.manifest
+    old = controller.ask(Published, Publish(27, 0, 1, pack_ids(CANARY)))
+    assert old.canary_logprobs == start.canary_logprobs, "of the weights of then"
+    for stored in (anew, old):
+        LocalStore(folder / "store").pull(stored.manifest).close()
+    assert "at 1" in controller.ask(Failure, Publish(8, 2, 0, pack_ids(CANARY))).message
 
     assert controller.ask(Done, Collect(9, 1)) == Done(9)
     assert [each.name for each in (folder / "store").iterdir()] == ["v1"]

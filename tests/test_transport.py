@@ -34,7 +34,7 @@ from rollart.protocol import (
     encode,
 )
 
-WELCOME = Welcome(b"", "", "", "", heartbeat_s=0.05, controller_timeout_s=1.0)
+WELCOME = Welcome(b"", "", "", "", "", "", heartbeat_s=0.05, controller_timeout_s=1.0)
 
 
 class Client:

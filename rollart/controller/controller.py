@@ -88,10 +88,12 @@ class Controller:
         progress: Progress,
         vocabulary_size: int,
         rewards: Rewards | None = None,
+        store_master: str = "",
         unix_time: Callable[[], float] = time.time,
     ) -> None:
         """``folder`` is created; ``launch(on_exit)`` makes the launcher of the workers; ``vocabulary_size``
-        is the model's; ``rewards`` scores trajectories, by default with their environment's own rewards."""
+        is the model's; ``rewards`` scores trajectories, by default with their environment's own rewards;
+        ``store_master`` is the Mooncake master's address, where weights travel through one."""
         self.config = config
         self.folder = folder
         self.model_dir = Path(config.model.path).absolute() if config.model.path else folder.model
@@ -100,6 +102,7 @@ class Controller:
         self._progress = progress
         self._vocabulary_size = vocabulary_size
         self._rewards = rewards or RewardClient()
+        self._store_master = store_master
         self._unix_time = unix_time
         self.events = events.EventLog(folder.open_events())
         self.versions = Versions()
@@ -209,6 +212,8 @@ class Controller:
             run_dir=str(self.folder.path),
             model_dir=str(self.model_dir),
             store_dir=str(self.folder.store),
+            store_master=self._store_master,
+            store_run=self.folder.store.name if self.folder.store is not None else "",
             heartbeat_s=config.heartbeat_s,
             controller_timeout_s=config.heartbeat_timeout_s,
         )

@@ -6,16 +6,17 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
-from rollart.config import Config
+from rollart.config import Config, StoreKind
 from rollart.controller.controller import Controller, Outcome
 from rollart.controller.progress import Progress
 from rollart.controller.run_folder import RunFolder
 from rollart.controller.transport import ZmqTransport
 from rollart.launch.local import LocalLauncher, WorkerExit
+from rollart.launch.mooncake import MooncakeServers
 from rollart.random_model import vocabulary_size, write_model_folder
 
 __all__ = ["run_locally"]
@@ -37,20 +38,38 @@ async def run_locally(
         transport = ZmqTransport()
         transport.peer_file.write(folder.key_file)
         with _logging_to(folder):
-            controller = Controller(
-                config,
-                folder,
-                transport,
-                launch=_launch_in(folder, launcher),
-                progress=Progress(stream, config.steps),
-                vocabulary_size=vocabulary_size(
-                    Path(config.model.path) if config.model.path else folder.model
-                ),
-            )
-            with _signals(controller.interrupt):
-                return await controller.run()
+            async with _store_master(config, folder) as store_master:
+                controller = Controller(
+                    config,
+                    folder,
+                    transport,
+                    launch=_launch_in(folder, launcher),
+                    progress=Progress(stream, config.steps),
+                    vocabulary_size=vocabulary_size(
+                        Path(config.model.path) if config.model.path else folder.model
+                    ),
+                    store_master=store_master,
+                )
+                with _signals(controller.interrupt):
+                    return await controller.run()
     finally:
         folder.clean()
+
+
+@contextlib.asynccontextmanager
+async def _store_master(config: Config, folder: RunFolder) -> AsyncIterator[str]:
+    """The address of the Mooncake master, which is started here unless the config names one; empty without any."""
+    weights = config.weights
+    if weights.store is StoreKind.LOCAL or weights.master is not None:
+        yield weights.master or ""
+        return
+    node_bytes = int((weights.node_gib or 1.0) * 2**30)
+    servers = MooncakeServers(folder.logs, nodes=weights.nodes or 1, node_bytes=node_bytes)
+    try:
+        await servers.start()
+        yield servers.address
+    finally:
+        await servers.stop()
 
 
 def _launch_in(

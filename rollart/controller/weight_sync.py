@@ -44,7 +44,9 @@ __all__ = ["WeightSync", "canary_gap", "canary_prompt"]
 logger = logging.getLogger(__name__)
 
 CANARY_TOKENS = 32
-PULL_TRIES = 3
+TRANSFER_TRIES = 6
+PAUSE_S = 0.2
+"""After a transfer that failed, before it is tried again; it doubles each time."""
 Answer = TypeVar("Answer", bound=Message)
 
 
@@ -98,6 +100,10 @@ class WeightSync:
         self._followers: dict[str, asyncio.Task[None]] = {}
         self._in_use: dict[str, int] = {}
         self._changed: asyncio.Future[None] | None = None
+        self._attempts: dict[int, int] = {}
+        """How often a version was stored anew."""
+        self._trainer: Link | None = None
+        self._storing_anew = asyncio.Lock()
         self._timeout_s = config.inference.update_timeout_s
         self._canary = canary
 
@@ -105,12 +111,18 @@ class WeightSync:
 
     async def publish(self, trainer: Link, version: int) -> None:
         """Have the trainer put its current weights into the store as ``version``."""
-        request = Publish(self._switchboard.next_seq(), version, self._canary)
+        self._trainer = trainer
         timeout_s = self._config.trainer.step_timeout_s
-        try:
-            published = await self._switchboard.call(trainer, request, Published, timeout_s=timeout_s)
-        except CallError as error:
-            raise RunError(f"publishing version {version} failed: {error}") from error
+        for tries_left in range(TRANSFER_TRIES - 1, -1, -1):
+            request = Publish(self._switchboard.next_seq(), version, 0, self._canary)
+            try:
+                published = await self._switchboard.call(trainer, request, Published, timeout_s=timeout_s)
+                break
+            except CallError as error:
+                if not error.retry or not tries_left:
+                    raise RunError(f"publishing version {version} failed: {error}") from error
+                logger.warning("version %d is not published yet: %s", version, error)
+                await asyncio.sleep(PAUSE_S * 2 ** (TRANSFER_TRIES - 1 - tries_left))
         self._published[version] = published
         self.newest = max(self.newest, version)
         if self._config.rollout.update_at is UpdateAt.PUBLISH or self.gate < 0:
@@ -199,7 +211,7 @@ class WeightSync:
     async def _pull(self, engine: Engine, version: int) -> float:
         """Seconds that the worker took to bring ``version`` to its host."""
         started = self._run.clock()
-        for tries_left in range(PULL_TRIES - 1, -1, -1):
+        for tries_left in range(TRANSFER_TRIES - 1, -1, -1):
             self._in_use[engine.link.name] = version
             manifest = self._published[version].manifest
             try:
@@ -208,7 +220,27 @@ class WeightSync:
             except CallError as error:
                 if not error.retry or not tries_left:
                     raise
+                logger.warning("%s could not pull version %d: %s", engine.link.name, version, error)
+                await asyncio.sleep(PAUSE_S * 2 ** (TRANSFER_TRIES - 1 - tries_left))
+                await self._store_anew(version, manifest)
         return self._run.clock() - started
+
+    async def _store_anew(self, version: int, lost: str) -> None:
+        """Have the trainer store ``version`` again, a part of whose ``lost`` copy is gone; once for all who miss it.
+
+        Nothing happens when the trainer has gone on meanwhile: its next version is on the way.
+        """
+        async with self._storing_anew:
+            if self._published[version].manifest != lost or self._trainer is None:
+                return
+            attempt = self._attempts[version] = self._attempts.get(version, 0) + 1
+            request = Publish(self._switchboard.next_seq(), version, attempt, self._canary)
+            try:
+                self._published[version] = await self._switchboard.call(
+                    self._trainer, request, Published, timeout_s=self._timeout_s
+                )
+            except CallError as error:
+                logger.warning("version %d could not be stored again: %s", version, error)
 
     async def _swap(self, engine: Engine, version: int, pull_s: float) -> None:
         """Suspend, update, verify, resume."""

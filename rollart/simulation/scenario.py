@@ -20,7 +20,7 @@ __all__ = ["Scenario", "draw_scenario"]
 
 MAX_SKIPS = 2
 """A third skipped train_step in a row ends a run."""
-TRIES_OF_A_PULL = 3
+TRIES_OF_A_PULL = 6
 SMALL = dense_model(
     "small",
     layers=2,

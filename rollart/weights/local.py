@@ -13,13 +13,13 @@ import mmap
 import os
 import shutil
 import uuid
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
 
 import msgspec
+import xxhash
 
 from rollart.weights.store import (
     ALIGNMENT,
@@ -31,10 +31,11 @@ from rollart.weights.store import (
     NamedBuffer,
     StoreError,
     Tensor,
+    decode_manifest,
     tensor_bytes,
 )
 
-__all__ = ["LocalStore", "LocalWeights"]
+__all__ = ["LocalStore", "LocalWeights", "checksum_of", "open_weights"]
 
 MANIFEST = "manifest"
 BUCKET_BYTES = 64 << 20
@@ -43,7 +44,8 @@ BUCKET_BYTES = 64 << 20
 class LocalWeights:
     """A version's buckets, mapped.  A ``HostWeights``."""
 
-    def __init__(self, manifest: Manifest, buckets: Sequence[mmap.mmap | None]) -> None:
+    def __init__(self, path: Path, manifest: Manifest, buckets: Sequence[mmap.mmap | None]) -> None:
+        self._path = path
         self._manifest = manifest
         self._buckets = list(buckets)
 
@@ -51,6 +53,16 @@ class LocalWeights:
     def manifest(self) -> Manifest:
         """What the version holds."""
         return self._manifest
+
+    @property
+    def path(self) -> str:
+        """Of the manifest."""
+        return str(self._path)
+
+    @property
+    def buckets(self) -> Sequence[mmap.mmap | None]:
+        """The mappings, in the manifest's order; ``None`` for one without bytes."""
+        return self._buckets
 
     def __iter__(self) -> Iterator[tuple[Tensor, memoryview]]:
         """Each tensor with its bytes, not copied; ``StoreError`` after ``close``."""
@@ -83,7 +95,7 @@ class LocalStore:
         self._bucket_bytes = bucket_bytes
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
 
-    def publish(self, version: int, tensors: Iterable[NamedBuffer]) -> str:
+    def publish(self, version: int, tensors: Iterable[NamedBuffer], *, anew: bool = False) -> str:
         """Write a version and return the path of its manifest.
 
         ``StoreError`` when the version exists or a buffer is not what its type and shape say, ``OSError``
@@ -91,6 +103,8 @@ class LocalStore:
         """
         folder = self.root / f"v{version}"
         path = folder / MANIFEST
+        if anew:
+            self._remove(folder)
         if path.exists():
             raise StoreError(f"version {version} is in the store {self.root} already; versions never change")
         shutil.rmtree(folder, ignore_errors=True)
@@ -106,29 +120,12 @@ class LocalStore:
             raise
         return str(path)
 
-    def pull(self, manifest: str, *, verify: bool = True) -> LocalWeights:
-        """Map a version and check it.
+    def pull(self, reference: str) -> LocalWeights:
+        """Map the version whose manifest is at ``reference``, and check it; errors as of ``open_weights``."""
+        return open_weights(reference, verify=True)
 
-        ``MissingWeights`` when it, or one of its buckets, is not there; ``DamagedWeights``, naming the bucket,
-        when the bytes are not those that were published.  ``verify=False`` checks sizes only.
-        """
-        return self.open(manifest, verify=verify)
-
-    @staticmethod
-    def open(manifest: str, *, verify: bool) -> LocalWeights:
-        """``pull`` for a process that was told only where the manifest is."""
-        path = Path(manifest)
-        try:
-            contents = msgspec.json.decode(path.read_bytes(), type=Manifest)
-        except OSError as error:
-            raise MissingWeights(f"no weights at {path}: {error.strerror}") from None
-        except msgspec.DecodeError as error:
-            raise DamagedWeights(f"{path} is no manifest: {error}") from None
-        if contents.format != FORMAT:
-            raise StoreError(f"{path} has format {contents.format}, this program reads format {FORMAT}")
-        return LocalWeights(
-            contents, [_map(path.parent, b, contents.version, verify) for b in contents.buckets]
-        )
+    def close(self) -> None:
+        """Nothing is held."""
 
     def collect(self, below: int) -> None:
         """Remove every version below ``below``.
@@ -139,8 +136,33 @@ class LocalStore:
         for folder in self.root.glob("v*"):
             number = folder.name[1:]
             if number.isdigit() and int(number) < below:
-                (folder / MANIFEST).unlink(missing_ok=True)
-                shutil.rmtree(folder, ignore_errors=True)
+                self._remove(folder)
+
+    @staticmethod
+    def _remove(folder: Path) -> None:
+        (folder / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def open_weights(path: str, *, verify: bool) -> LocalWeights:
+    """The version whose manifest is at ``path``, mapped.
+
+    ``MissingWeights`` when it, or one of its buckets, is not there; ``DamagedWeights``, naming the bucket, when
+    the bytes are not those that were published.  ``verify=False`` leaves the checksums out, for a version that
+    this host has checked already.
+    """
+    place = Path(path)
+    try:
+        contents = decode_manifest(place.read_bytes(), path)
+    except OSError as error:
+        raise MissingWeights(f"no weights at {path}: {error.strerror}") from None
+    buckets = [_map(place.parent, bucket, contents.version, verify) for bucket in contents.buckets]
+    return LocalWeights(place, contents, buckets)
+
+
+def checksum_of(data: mmap.mmap | memoryview | bytes) -> int:
+    """XXH3-64, which is as fast as memory here."""
+    return xxhash.xxh3_64_intdigest(data)
 
 
 class _Writer:
@@ -154,7 +176,7 @@ class _Writer:
         self._attempt = uuid.uuid4().hex[:12]
         self._file: BinaryIO | None = None
         self._size = 0
-        self._crc = 0
+        self._hash = xxhash.xxh3_64()
 
     def add(self, name: str, dtype: str, shape: Sequence[int], buffer: object) -> None:
         """Write one tensor."""
@@ -177,7 +199,7 @@ class _Writer:
             path = self._folder / self._name
             self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb", 0)
         view = memoryview(data)
-        self._crc = zlib.crc32(view, self._crc)
+        self._hash.update(view)
         self._size += view.nbytes
         while view:
             view = view[self._file.write(view) :]
@@ -190,8 +212,8 @@ class _Writer:
         if self._file is None:
             return
         self._file.close()
-        self.buckets.append(Bucket(self._name, self._size, self._crc))
-        self._file, self._size, self._crc = None, 0, 0
+        self.buckets.append(Bucket(self._name, self._size, self._hash.intdigest()))
+        self._file, self._size, self._hash = None, 0, xxhash.xxh3_64()
 
     def __enter__(self) -> Self:
         return self
@@ -231,6 +253,6 @@ def _map(folder: Path, bucket: Bucket, version: int, verify: bool) -> mmap.mmap 
             mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
     except OSError as error:
         raise MissingWeights(f"{where} can't be read: {error.strerror}") from None
-    if verify and zlib.crc32(mapped) != bucket.crc32:
+    if verify and checksum_of(mapped) != bucket.checksum:
         raise DamagedWeights(f"{where} does not have the checksum in the manifest: its bytes were changed")
     return mapped

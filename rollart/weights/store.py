@@ -26,11 +26,13 @@ __all__ = [
     "NamedBuffer",
     "StoreError",
     "Tensor",
+    "TransferFailed",
     "WeightStore",
+    "decode_manifest",
     "tensor_bytes",
 ]
 
-FORMAT = 1
+FORMAT = 2
 """Of the manifest; readers refuse another."""
 ALIGNMENT = 64
 """Bytes; every tensor begins at a multiple of it."""
@@ -56,11 +58,15 @@ class StoreError(ValueError):
     """A version can't be published or used; the message says which and why."""
 
 
-class MissingWeights(StoreError):
+class TransferFailed(StoreError):
+    """The store could not do it now; another time, or the version stored anew, may help."""
+
+
+class MissingWeights(TransferFailed):
     """A version, or a part of it, is not in the store."""
 
 
-class DamagedWeights(StoreError):
+class DamagedWeights(TransferFailed):
     """A version's bytes are not the ones that were published."""
 
 
@@ -70,7 +76,8 @@ class Bucket(msgspec.Struct, frozen=True):
     name: str
     """Unique in the store: it holds the publishing attempt's random id."""
     size: int
-    crc32: int
+    checksum: int
+    """XXH3-64 of the bytes."""
 
 
 class Tensor(msgspec.Struct, frozen=True):
@@ -107,6 +114,10 @@ class HostWeights(Protocol):
     def manifest(self) -> Manifest:
         """What the version holds."""
 
+    @property
+    def path(self) -> str:
+        """Of its manifest on this host, by which another process maps it with ``local.open_weights``."""
+
     def __iter__(self) -> Iterator[tuple[Tensor, memoryview]]:
         """Each tensor with its bytes, not copied."""
 
@@ -123,17 +134,20 @@ class HostWeights(Protocol):
 class WeightStore(Protocol):
     """Where versions are published and pulled.  One process publishes; any number pull."""
 
-    def publish(self, version: int, tensors: Iterable[NamedBuffer]) -> str:
-        """Store a new version and return the path of its manifest; ``StoreError`` when the version exists."""
+    def publish(self, version: int, tensors: Iterable[NamedBuffer], *, anew: bool = False) -> str:
+        """Store a new version and return its reference for ``pull``; ``StoreError`` when the version exists.
 
-    def pull(self, manifest: str, *, verify: bool = True) -> HostWeights:
-        """Bring a version to this host; ``MissingWeights`` or ``DamagedWeights`` when it is not whole.
-
-        ``verify=False`` leaves the checksums out, for a version that this host has checked already.
+        ``anew`` is for one of which a part was lost: what is left of it is removed, and it gets other names.
         """
+
+    def pull(self, reference: str) -> HostWeights:
+        """Bring a version to this host and check it; ``MissingWeights`` or ``DamagedWeights`` when it is not whole."""
 
     def collect(self, below: int) -> None:
         """Remove every version below ``below``.  Weights that are pulled stay valid."""
+
+    def close(self) -> None:
+        """Let go of what the store holds of this process; versions stay."""
 
 
 def tensor_bytes(dtype: str, shape: Sequence[int]) -> int:
@@ -141,3 +155,14 @@ def tensor_bytes(dtype: str, shape: Sequence[int]) -> int:
     if dtype not in DTYPE_BYTES:
         raise StoreError(f"dtype {dtype!r} can't be stored; known are {', '.join(DTYPE_BYTES)}")
     return DTYPE_BYTES[dtype] * math.prod(shape)
+
+
+def decode_manifest(data: bytes, where: str) -> Manifest:
+    """The manifest found at ``where``; ``DamagedWeights`` when it is none, ``StoreError`` for another format."""
+    try:
+        manifest = msgspec.json.decode(data, type=Manifest)
+    except msgspec.DecodeError as error:
+        raise DamagedWeights(f"{where} is no manifest: {error}") from None
+    if manifest.format != FORMAT:
+        raise StoreError(f"{where} has format {manifest.format}, this program reads format {FORMAT}")
+    return manifest

@@ -33,7 +33,8 @@ from rollart.protocol import (
     Update,
     Updated,
 )
-from rollart.weights.local import LocalStore, LocalWeights
+from rollart.weights.opening import open_store
+from rollart.weights.store import HostWeights, WeightStore
 from rollart.workers.vllm_engine import EngineError, VllmEngine
 from rollart.workers.worker import Deterministic, Worker
 
@@ -66,14 +67,15 @@ class InferenceWorker(Worker):
     version: int | None = None
     """What the engine serves, by its own word."""
     phase: Phase = Phase.SERVING
+    _store: WeightStore | None = None
     _starting: asyncio.Future[VllmEngine] | None = None
     _watching: asyncio.Future[None] | None = None
 
     async def setup(self) -> Ready:
         """Start the engine, with random weights, and open the store."""
         settings = self.config.inference
-        self._store = LocalStore(Path(self.welcome.store_dir))
-        self._pulled: tuple[str, LocalWeights] | None = None
+        self._store = await asyncio.to_thread(open_store, self.config, self.welcome, self.name)
+        self._pulled: HostWeights | None = None
         self._released = asyncio.Event()
         self._released.set()
         self._one_at_a_time = asyncio.Lock()
@@ -130,6 +132,8 @@ class InferenceWorker(Worker):
         if self.engine is not None:
             await self.engine.close()
             self.engine = None
+        if self._store is not None:
+            await asyncio.to_thread(self._store.close)
 
     async def _watch(self, engine: VllmEngine) -> None:
         """End the worker when its engine's process dies, also while no request would notice."""
@@ -154,6 +158,7 @@ class InferenceWorker(Worker):
 
     async def _pull(self, message: Pull) -> None:
         """Map the version and check its bytes; the newest ``Pull`` stands."""
+        assert self._store is not None
         weights = await asyncio.to_thread(self._store.pull, message.manifest)
         found = weights.manifest.version
         if found != message.version:
@@ -162,8 +167,8 @@ class InferenceWorker(Worker):
                 f"the manifest {message.manifest} is of version {found}, not of {message.version}"
             )
         if self._pulled is not None:
-            self._pulled[1].close()
-        self._pulled = (message.manifest, weights)
+            self._pulled.close()
+        self._pulled = weights
 
     async def _suspend(self, engine: VllmEngine) -> None:
         async with self._one_at_a_time:
@@ -176,13 +181,13 @@ class InferenceWorker(Worker):
             self._check_not_broken()
             if self.phase is not Phase.SUSPENDED:
                 raise Deterministic(f"{self.name} is {self.phase.value}: suspend it before an update")
-            if self._pulled is None or self._pulled[1].manifest.version != message.version:
+            if self._pulled is None or self._pulled.manifest.version != message.version:
                 raise Deterministic(f"{self.name} has not pulled version {message.version}")
             started = time.perf_counter()
             self._released.clear()
-            manifest, weights = self._pulled
+            weights = self._pulled
             async with self._breaks(engine, message.version):
-                await engine.load(manifest, message.version)
+                await engine.load(weights.path, message.version)
                 load_s = time.perf_counter() - started
                 await engine.resume()
                 scores, version = await engine.score(unpack_ids(message.canary))

@@ -34,13 +34,14 @@ from rollart.protocol import (
     TrainPart,
     TrainStep,
 )
+from rollart.weights.store import TransferFailed
 from rollart.workers.batch_parts import BatchParts
 from rollart.workers.worker import Deterministic, Worker
 
 if TYPE_CHECKING:
     import torch
 
-    from rollart.weights.local import LocalStore
+    from rollart.weights.store import WeightStore
     from rollart.workers.megatron.core import StepResult, Trainer
 
 __all__ = ["TrainerWorker"]
@@ -55,12 +56,13 @@ class TrainerWorker(Worker):
     packages: ClassVar[tuple[str, ...]] = ("torch", "megatron-core", "transformers")
 
     _trainer: Trainer
-    _store: LocalStore
+    _store: WeightStore
 
     async def setup(self) -> Ready:
         """Build the model and its optimiser, and open the store."""
         self._parts = BatchParts()
-        self._published: dict[int, Published] = {}
+        self._published: dict[int, tuple[int, Published]] = {}
+        """Of each version, the attempt and its answer."""
         self._publishing = asyncio.Lock()
         self._compute_thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._store_thread = ThreadPoolExecutor(1, thread_name_prefix="store", initializer=_one_thread)
@@ -74,6 +76,8 @@ class TrainerWorker(Worker):
             shutil.rmtree(self.welcome.store_dir, ignore_errors=True)
         if hasattr(self, "_trainer"):
             await self._compute(self._trainer.close)
+        if hasattr(self, "_store"):
+            await self._in_store_thread(self._store.close)
         self._compute_thread.shutdown(cancel_futures=True)
         self._store_thread.shutdown(cancel_futures=True)
 
@@ -120,38 +124,30 @@ class TrainerWorker(Worker):
 
     async def _publish(self, message: Publish) -> Published:
         async with self._publishing:
-            known = self._published.get(message.version)
-            if known is None:
+            attempt, known = self._published.get(message.version, (-1, None))
+            if known is None or attempt < message.attempt:
                 known = await self._publish_new(message)
-                self._published[message.version] = known
+                self._published[message.version] = message.attempt, known
         return msgspec.structs.replace(known, seq=message.seq)
 
     async def _publish_new(self, message: Publish) -> Published:
         def score_and_copy() -> tuple[list[float], Mapping[str, torch.Tensor], float]:
             started = time.perf_counter()
-            trainer = self._trainer
-            if message.version != trainer.version:
-                raise Deterministic(
-                    f"version {message.version} can't be published: the trainer is at {trainer.version}"
-                )
-            scores = trainer.score(unpack_ids(message.canary))
-            weights = trainer.weights()
+            scores, weights = self._trainer.snapshot(message.version, unpack_ids(message.canary))
             return scores, weights, time.perf_counter() - started
 
         scores, weights, blocked_s = await self._compute(score_and_copy)
-        manifest, size_bytes = await self._in_store_thread(
-            lambda: self._store_weights(message.version, weights)
-        )
+        manifest, size_bytes = await self._in_store_thread(lambda: self._store_weights(message, weights))
         return Published(message.seq, message.version, manifest, pack_floats(scores), size_bytes, blocked_s)
 
-    def _store_weights(self, version: int, weights: Mapping[str, torch.Tensor]) -> tuple[str, int]:
-        """Publish ``weights`` as the engine loads them; the manifest's path and the bytes."""
+    def _store_weights(self, message: Publish, weights: Mapping[str, torch.Tensor]) -> tuple[str, int]:
+        """Publish ``weights`` as the engine loads them; their reference and the bytes."""
         from rollart.weights.tensors import buffers_of
         from rollart.workers.megatron.core import TORCH_DTYPES
 
         dtype = TORCH_DTYPES[self.config.inference.dtype]
         served = ((name, tensor.to(dtype)) for name, tensor in self._trainer.named_weights(weights))
-        manifest = self._store.publish(version, buffers_of(served))
+        manifest = self._store.publish(message.version, buffers_of(served), anew=message.attempt > 0)
         return manifest, sum(weight.numel() for weight in weights.values()) * dtype.itemsize
 
     # --- threads --------------------------------------------------------------------------------------
@@ -162,11 +158,11 @@ class TrainerWorker(Worker):
 
         import torch
 
-        from rollart.weights.local import LocalStore
+        from rollart.weights.opening import open_store
         from rollart.workers.megatron.core import Trainer
 
         torch.set_num_threads(self.config.trainer.threads)
-        self._store = LocalStore(Path(self.welcome.store_dir))
+        self._store = open_store(self.config, self.welcome, self.name)
         self._trainer = Trainer(self.config, Path(self.welcome.model_dir))
         facts = {
             "model": self._trainer.architecture.model_type,
@@ -186,10 +182,12 @@ class TrainerWorker(Worker):
             raise Deterministic(str(error)) from error
 
     async def _in_store_thread(self, call: Callable[[], Result]) -> Result:
-        """The result of ``call`` in the store's thread; ``ValueError`` (it is there already) is final."""
+        """The result of ``call`` in the store's thread; but for a failed transfer, ``ValueError`` is final."""
         loop = asyncio.get_running_loop()
         try:
             return await loop.run_in_executor(self._store_thread, call)
+        except TransferFailed:
+            raise
         except ValueError as error:
             raise Deterministic(str(error)) from error
 

@@ -33,7 +33,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from rollart.weights.local import LocalStore
+from rollart.weights.local import open_weights
 from rollart.weights.tensors import tensors_of
 from rollart.workers.vllm_engine import SCRATCH_VARIABLE
 
@@ -76,7 +76,7 @@ class StoreTransfer(WeightTransferEngine[StoreInit, StoreUpdate]):
 
     def receive_weights(self, update_info: StoreUpdate) -> None:
         """Map the version's buckets, which the worker has checked, and load from the mapping."""
-        with LocalStore.open(update_info.manifest, verify=False) as weights:
+        with open_weights(update_info.manifest, verify=False) as weights:
             self.model.load_weights(tensors_of(weights))  # type: ignore[operator]
         missing = self._unloaded()
         if missing:

@@ -310,6 +310,19 @@ class Trainer:
         scores: list[float] = distribution.gather(-1, tokens[0, 1:, None])[:, 0].tolist()
         return scores
 
+    def snapshot(self, version: int, canary: Sequence[int]) -> tuple[list[float], Mapping[str, Tensor]]:
+        """``score`` of ``canary`` and the weights of ``version``, which is the current one or still remembered.
+
+        ``Refusal`` for another.
+        """
+        current = self.weights()
+        if version == self.version:
+            return self.score(canary), current
+        if version not in self.history:
+            raise Refusal(f"version {version} can't be published: the trainer is at {self.version}")
+        with self.history.loaded(version, current=self.version):
+            return self.score(canary), self.history.remember(version)
+
     def weights(self) -> Mapping[str, Tensor]:
         """A copy of the current version's weights in host memory, under Megatron's names; never changes."""
         self.optimizer.require_whole()
