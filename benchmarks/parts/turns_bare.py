@@ -61,7 +61,7 @@ class _Bare:
         if future is not None:
             future.set_result(message)
         elif isinstance(message, Hello):
-            self._transport.send(identity, [encode(Welcome(b"", "", "", "", 1.0, 30.0))])
+            self._transport.send(identity, [encode(Welcome(b"", "", "", "", "", "", 1.0, 30.0))])
             self.welcomed += 1
 
     def call(self, to: Role, request: Message) -> asyncio.Future[Message]:

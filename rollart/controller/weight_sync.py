@@ -193,10 +193,11 @@ class WeightSync:
         pulled, pull_s = -1, 0.0
         try:
             while True:
-                wanted = self.gate if engine.version < self.gate else self.newest
+                wanted = self._wanted(engine)
                 if wanted > pulled:
-                    pull_s = await self._pull(engine, wanted)
-                    pulled = wanted
+                    took_s = await self._pull(engine, wanted)
+                    if took_s is not None:
+                        pulled, pull_s = wanted, took_s
                 elif engine.version < self.gate == pulled:
                     await self._swap(engine, pulled, pull_s)
                 else:
@@ -208,8 +209,12 @@ class WeightSync:
         finally:
             self._in_use.pop(engine.link.name, None)
 
-    async def _pull(self, engine: Engine, version: int) -> float:
-        """Seconds that the worker took to bring ``version`` to its host."""
+    def _wanted(self, engine: Engine) -> int:
+        """The version that the worker needs next, or may need."""
+        return self.gate if engine.version < self.gate else self.newest
+
+    async def _pull(self, engine: Engine, version: int) -> float | None:
+        """Seconds that the worker took to bring ``version`` to its host; ``None``: it failed, and another is wanted."""
         started = self._run.clock()
         for tries_left in range(TRANSFER_TRIES - 1, -1, -1):
             self._in_use[engine.link.name] = version
@@ -221,8 +226,10 @@ class WeightSync:
                 if not error.retry or not tries_left:
                     raise
                 logger.warning("%s could not pull version %d: %s", engine.link.name, version, error)
-                await asyncio.sleep(PAUSE_S * 2 ** (TRANSFER_TRIES - 1 - tries_left))
-                await self._store_anew(version, manifest)
+            await asyncio.sleep(PAUSE_S * 2 ** (TRANSFER_TRIES - 1 - tries_left))
+            if self._wanted(engine) != version:
+                return None
+            await self._store_anew(version, manifest)
         return self._run.clock() - started
 
     async def _store_anew(self, version: int, lost: str) -> None:

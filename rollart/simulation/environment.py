@@ -21,6 +21,8 @@ from rollart.workers.worker import Deterministic, Worker
 __all__ = ["SimEnvironment"]
 
 FILLER = pack_ids([1])
+NEARLY = 0.98
+"""Of a deadline: the messages of a request take time too."""
 
 
 class SimEnvironment(Worker):
@@ -77,7 +79,7 @@ class SimEnvironment(Worker):
 
     async def _act(self, session: str, seconds: float, fails: bool, patience_s: float) -> None:
         ailments = self._world.of(self.name)
-        if fails or seconds >= patience_s:
+        if fails or seconds >= NEARLY * patience_s:
             self._world.troubled.add(session)
         async with self._threads or contextlib.nullcontext():
             await asyncio.sleep(seconds * ailments.slowdown)

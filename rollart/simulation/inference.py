@@ -87,11 +87,13 @@ class SimInference(Worker):
         match message:
             case Generate():
                 return await self._generate(message)
-            case Pull(seq=seq, version=version):
+            case Pull(seq=seq, version=version, manifest=reference):
                 await asyncio.sleep(timings.pull_s * ailments.slowdown)
                 if ailments.lost_buckets:
                     ailments.lost_buckets -= 1
-                    raise RuntimeError(f"a bucket of version {version} is not in the store")
+                    self._world.lost.add(reference)
+                if reference in self._world.lost:
+                    raise RuntimeError(f"a bucket of {reference} is not in the store")
                 self._pulled = max(self._pulled, version)
                 return Done(seq)
             case Suspend(seq=seq):

@@ -82,12 +82,14 @@ class SimTrainer(Worker):
             case TrainStep():
                 async with self._in_turn:
                     return await self._train(message)
-            case Publish(seq=seq, version=version, canary=canary):
+            case Publish(seq=seq, version=version, attempt=attempt, canary=canary):
                 async with self._in_turn:
-                    if version != self._version:
+                    if not 0 <= self._version - version <= self.config.rollout.staleness_bound + 1:
                         raise Deterministic(f"it has version {self._version}, not {version}")
                 await asyncio.sleep(timings.publish_s * slow)
-                return Published(seq, version, f"sim:{version}", canary_logprobs(version, canary), 0, 0.0)
+                return Published(
+                    seq, version, f"sim:{version}.{attempt}", canary_logprobs(version, canary), 0, 0.0
+                )
             case Collect(seq=seq):
                 return Done(seq)
             case SaveCheckpoint(seq=seq) | Export(seq=seq):

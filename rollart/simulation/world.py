@@ -39,7 +39,7 @@ class Ailments(msgspec.Struct):
     slowdown: float = 1.0
     """Its times are multiplied by this."""
     lost_buckets: int = 0
-    """So many pulls from now on fail."""
+    """So many pulls from now on find that a bucket of their version is lost, for everybody."""
     keeps_old_weights: bool = False
     """Updates report success and change nothing."""
     failing_requests: int = 0
@@ -71,6 +71,8 @@ class World:
         self.host = Host(sharing.cores) if sharing else None
         self.environment_threads = environment_threads
         self.ailments: dict[str, Ailments] = {}
+        self.lost: set[str] = set()
+        """Versions, by their references, of which a bucket is lost: only what is stored anew can be pulled."""
         self.troubled: set[str] = set()
         """Sessions whose own environment fails, or takes longer than it may."""
 
