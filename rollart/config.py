@@ -310,6 +310,10 @@ class Weights(Section, frozen=True, kw_only=True):
     store: StoreKind = StoreKind.LOCAL
     bucket_mib: PositiveFloat = 64.0
     """Tensors travel in pieces of this size; a larger tensor has one of its own."""
+    pulls_at_once: PositiveInt = 8
+    """Inference workers that pull at the same time; the others wait for their turn."""
+    pull_jitter_s: NonNegativeFloat = 0.0
+    """Each pull begins up to so much later, by chance, so that many workers don't ask the store at the same moment."""
     master: str | None = None
     """HOST:PORT of a Mooncake master that runs already; by default the run starts one, and its storage nodes."""
     nodes: PositiveInt | None = None

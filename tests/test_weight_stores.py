@@ -16,7 +16,7 @@ import torch
 from rollart.launch.mooncake import MooncakeServers
 from rollart.weights.local import LocalStore
 from rollart.weights.mooncake import MooncakeStore, UnreachableStore
-from rollart.weights.store import MissingWeights, StoreError, TransferFailed, WeightStore
+from rollart.weights.store import MissingWeights, StoreError, Superseded, TransferFailed, WeightStore
 from rollart.weights.tensors import buffers_of, tensors_of
 from tests.test_weights import assert_same, model
 
@@ -105,15 +105,27 @@ async def test_what_was_pulled_outlives_its_version(stores: tuple[WeightStore, W
     trainer, inference = stores
     references = [trainer.publish(version, buffers_of(model(version).items())) for version in range(3)]
     weights = inference.pull(references[0])
-    tensors = dict(tensors_of(weights))
     await asyncio.sleep(LEASE_S if isinstance(trainer, MooncakeStore) else 0)
     trainer.collect(2)
+    assert_same(dict(tensors_of(weights)), model(0))
     weights.close()
-    assert_same(tensors, model(0))
     for gone in references[:2]:
         with pytest.raises(MissingWeights):
             inference.pull(gone)
     inference.pull(references[2]).close()
+
+
+async def test_a_pull_that_nobody_wants_any_more_stops_and_leaves_nothing(
+    stores: tuple[WeightStore, WeightStore], memory: Path
+) -> None:
+    trainer, inference = stores
+    reference = trainer.publish(0, buffers_of(model(0).items()))
+    before = sum(1 for _ in memory.rglob("*"))
+    with pytest.raises(Superseded, match="version 0 is not wanted"):
+        inference.pull(reference, stop=lambda: True)
+    assert sum(1 for _ in memory.rglob("*")) == before
+    with inference.pull(reference) as weights:
+        assert_same(dict(tensors_of(weights)), model(0))
 
 
 async def test_a_version_stored_anew_has_another_reference(stores: tuple[WeightStore, WeightStore]) -> None:
@@ -182,8 +194,8 @@ async def test_nothing_is_left(servers: MooncakeServers, memory: Path) -> None:
     trainer, inference = (mooncake(servers, memory, name) for name in ("trainer", "inference"))
     pids = [servers.pid("mooncake-master"), servers.pid("mooncake-node-0")]
     inference.pull(trainer.publish(0, buffers_of(model().items()))).close()
-    assert [path for path in memory.rglob("*") if path.is_file() and path.suffix != ".log"] == []
     trainer.close()
     inference.close()
     await servers.stop()
+    assert [path for path in memory.rglob("*") if path.is_file() and path.suffix != ".log"] == []
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]

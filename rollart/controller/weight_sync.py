@@ -104,6 +104,8 @@ class WeightSync:
         """How often a version was stored anew."""
         self._trainer: Link | None = None
         self._storing_anew = asyncio.Lock()
+        self._turns_to_pull = asyncio.Semaphore(config.weights.pulls_at_once)
+        self._jitter = random.Random(f"{config.seed}/pulls")
         self._timeout_s = config.inference.update_timeout_s
         self._canary = canary
 
@@ -214,14 +216,16 @@ class WeightSync:
         return self.gate if engine.version < self.gate else self.newest
 
     async def _pull(self, engine: Engine, version: int) -> float | None:
-        """Seconds that the worker took to bring ``version`` to its host; ``None``: it failed, and another is wanted."""
+        """Seconds that the worker took to bring ``version`` to its host; ``None``: another is wanted by now."""
         started = self._run.clock()
+        await asyncio.sleep(self._jitter.uniform(0.0, self._config.weights.pull_jitter_s))
         for tries_left in range(TRANSFER_TRIES - 1, -1, -1):
             self._in_use[engine.link.name] = version
             manifest = self._published[version].manifest
             try:
-                await self._call(engine, Pull(self._switchboard.next_seq(), version, manifest), Done)
-                break
+                async with self._turns_to_pull:
+                    pulled = await self._unless_superseded(engine, version, manifest)
+                return self._run.clock() - started if pulled else None
             except CallError as error:
                 if not error.retry or not tries_left:
                     raise
@@ -230,7 +234,23 @@ class WeightSync:
             if self._wanted(engine) != version:
                 return None
             await self._store_anew(version, manifest)
-        return self._run.clock() - started
+        raise AssertionError("the last try returns or raises")
+
+    async def _unless_superseded(self, engine: Engine, version: int, manifest: str) -> bool:
+        """Have the worker pull ``version``; false when another was wanted before it had it."""
+        request = Pull(self._switchboard.next_seq(), version, manifest)
+        pull = asyncio.ensure_future(self._call(engine, request, Done))
+        try:
+            while not pull.done():
+                change = asyncio.ensure_future(self._change())
+                await asyncio.wait({pull, change}, return_when=asyncio.FIRST_COMPLETED)
+                change.cancel()
+                if not pull.done() and self._wanted(engine) != version:
+                    return False
+            pull.result()
+            return True
+        finally:
+            pull.cancel()
 
     async def _store_anew(self, version: int, lost: str) -> None:
         """Have the trainer store ``version`` again, a part of whose ``lost`` copy is gone; once for all who miss it.

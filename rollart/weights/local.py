@@ -13,7 +13,7 @@ import mmap
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
@@ -30,8 +30,10 @@ from rollart.weights.store import (
     MissingWeights,
     NamedBuffer,
     StoreError,
+    Superseded,
     Tensor,
     decode_manifest,
+    never,
     tensor_bytes,
 )
 
@@ -120,9 +122,9 @@ class LocalStore:
             raise
         return str(path)
 
-    def pull(self, reference: str) -> LocalWeights:
+    def pull(self, reference: str, *, stop: Callable[[], bool] = never) -> LocalWeights:
         """Map the version whose manifest is at ``reference``, and check it; errors as of ``open_weights``."""
-        return open_weights(reference, verify=True)
+        return open_weights(reference, verify=True, stop=stop)
 
     def close(self) -> None:
         """Nothing is held."""
@@ -144,7 +146,7 @@ class LocalStore:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def open_weights(path: str, *, verify: bool) -> LocalWeights:
+def open_weights(path: str, *, verify: bool, stop: Callable[[], bool] = never) -> LocalWeights:
     """The version whose manifest is at ``path``, mapped.
 
     ``MissingWeights`` when it, or one of its buckets, is not there; ``DamagedWeights``, naming the bucket, when
@@ -156,7 +158,11 @@ def open_weights(path: str, *, verify: bool) -> LocalWeights:
         contents = decode_manifest(place.read_bytes(), path)
     except OSError as error:
         raise MissingWeights(f"no weights at {path}: {error.strerror}") from None
-    buckets = [_map(place.parent, bucket, contents.version, verify) for bucket in contents.buckets]
+    buckets = []
+    for bucket in contents.buckets:
+        if stop():
+            raise Superseded(f"version {contents.version} is not wanted any more")
+        buckets.append(_map(place.parent, bucket, contents.version, verify))
     return LocalWeights(place, contents, buckets)
 
 

@@ -17,8 +17,9 @@ import mmap
 import os
 import shutil
 import socket
+import threading
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,8 +31,10 @@ from rollart.weights.store import (
     MissingWeights,
     NamedBuffer,
     StoreError,
+    Superseded,
     TransferFailed,
     decode_manifest,
+    never,
 )
 
 if TYPE_CHECKING:
@@ -50,6 +53,7 @@ MEANINGS = {
     -800: "a storage node can't be reached",
 }
 """Of Mooncake's error codes, for people."""
+PORTION_BYTES = 512 << 20
 SMALL_BYTES = 16 << 20
 """Of the client's own buffer, for manifests."""
 
@@ -90,6 +94,7 @@ class MooncakeStore:
         self._pulled.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._published: dict[int, list[str]] = {}
         """Keys of the versions that this process published and that are not removed yet."""
+        self._spare = _Spare(scratch / "spare")
         self._client = _connect(master, host, protocol)
 
     # --- publishing -----------------------------------------------------------------------------------
@@ -135,40 +140,44 @@ class MooncakeStore:
 
     # --- pulling --------------------------------------------------------------------------------------
 
-    def pull(self, reference: str) -> LocalWeights:
+    def pull(self, reference: str, *, stop: Callable[[], bool] = never) -> LocalWeights:
         """Bring a version to this host and check it, a second time when bytes are wrong.
 
         ``MissingWeights`` when it, or a part of it, is not in the store; ``DamagedWeights`` when its bytes are
-        wrong twice.  The files are removed when the weights are closed; what is mapped stays valid.
+        wrong twice.  When the weights are closed their memory is used again, for the version after the next.
         """
         contents = self._client.get(reference)
         if not contents:
             raise MissingWeights(f"no weights at {reference} in the store at {self._master}")
         manifest = decode_manifest(contents, reference)
         try:
-            return self._fetch(manifest, contents)
+            return self._fetch(manifest, contents, stop)
         except DamagedWeights as error:
             self.refetched += 1
             logger.warning("%s; pulling version %d again", error, manifest.version)
-            return self._fetch(manifest, contents)
+            return self._fetch(manifest, contents, stop)
 
     def latest(self) -> str | None:
         """The reference of the version that was published last."""
         found = self._client.get(f"{self._run}/latest")
         return found.decode() if found else None
 
-    def _fetch(self, manifest: Manifest, contents: bytes) -> LocalWeights:
+    def _fetch(self, manifest: Manifest, contents: bytes, stop: Callable[[], bool]) -> LocalWeights:
         folder = self._pulled / f"v{manifest.version}-{uuid.uuid4().hex[:12]}"
         folder.mkdir(mode=0o700)
         try:
-            rooms = [_room(folder / bucket.name, bucket.size) for bucket in manifest.buckets]
+            rooms = [self._spare.take(folder / bucket.name, bucket.size) for bucket in manifest.buckets]
             buckets = [bucket for bucket in manifest.buckets if bucket.size]
             keys = [self._key(manifest.version, bucket.name) for bucket in buckets]
-            with self._registered(rooms) as places:
-                self._check(keys, self._client.batch_get_into(keys, *places), buckets)
+            with self._registered(rooms) as (addresses, sizes):
+                for few in _portions(sizes):
+                    if stop():
+                        raise Superseded(f"version {manifest.version} is not wanted any more")
+                    codes = self._client.batch_get_into(keys[few], addresses[few], sizes[few])
+                    self._check(keys[few], codes, buckets[few])
             path = folder / "manifest"
             path.write_bytes(contents)
-            return _Pulled(open_weights(str(path), verify=True))
+            return _Pulled(open_weights(str(path), verify=True, stop=stop), self._spare)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -194,6 +203,7 @@ class MooncakeStore:
         self._client.close()
         shutil.rmtree(self._staging.root, ignore_errors=True)
         shutil.rmtree(self._pulled, ignore_errors=True)
+        self._spare.close()
 
     # --- Mooncake -------------------------------------------------------------------------------------
 
@@ -236,26 +246,71 @@ class MooncakeStore:
             held.clear()
 
 
-class _Pulled(LocalWeights):
-    """Weights whose files are removed when they are closed."""
+def _portions(sizes: Sequence[int]) -> Iterator[slice]:
+    """Neighbours of up to ``PORTION_BYTES`` together: large enough for Mooncake, small enough to stop in between."""
+    first, total = 0, 0
+    for number, size in enumerate(sizes):
+        if total and total + size > PORTION_BYTES:
+            yield slice(first, number)
+            first, total = number, 0
+        total += size
+    if total:
+        yield slice(first, len(sizes))
 
-    def __init__(self, weights: LocalWeights) -> None:
-        super().__init__(Path(weights.path), weights.manifest, weights.buckets)
+
+class _Spare:
+    """Bucket files that nobody uses now: new memory has to be zeroed by the system, which costs as much as a pull."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._free: dict[int, list[Path]] = {}
+        """By size."""
+        self._lock = threading.Lock()  # a pull that nobody waits for may end while the next has begun
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def take(self, path: Path, size: int) -> mmap.mmap | None:
+        """A file of ``size`` bytes at ``path``, mapped to be written; ``None`` for none."""
+        with self._lock:
+            free = self._free.get(size)
+            if free:
+                free.pop().rename(path)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            if not size:
+                return None
+            os.posix_fallocate(descriptor, 0, size)  # a full /dev/shm is an error here, and SIGBUS later
+            return mmap.mmap(descriptor, size)
+        finally:
+            os.close(descriptor)
+
+    def give(self, folder: Path, buckets: Sequence[Bucket]) -> None:
+        """The buckets' files in ``folder`` may be used again, and the folder is not needed."""
+        with self._lock, contextlib.suppress(OSError):  # where the store is closed
+            for bucket in buckets:
+                place = self._folder / bucket.name
+                (folder / bucket.name).rename(place)
+                self._free.setdefault(bucket.size, []).append(place)
+        shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
-        """Let go of the mappings and remove the files."""
+        """Remove all."""
+        self._free.clear()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class _Pulled(LocalWeights):
+    """Weights whose files are used again when they are closed."""
+
+    def __init__(self, weights: LocalWeights, spare: _Spare) -> None:
+        super().__init__(Path(weights.path), weights.manifest, weights.buckets)
+        self._spare: _Spare | None = spare
+
+    def close(self) -> None:
+        """Let go of the mappings and of the files."""
         super().close()
-        shutil.rmtree(Path(self.path).parent, ignore_errors=True)
-
-
-def _room(path: Path, size: int) -> mmap.mmap | None:
-    """A new file of ``size`` bytes, mapped to be written."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        os.posix_fallocate(descriptor, 0, size)  # a full /dev/shm is an error here, and SIGBUS later
-        return mmap.mmap(descriptor, size) if size else None
-    finally:
-        os.close(descriptor)
+        if self._spare is not None:
+            self._spare.give(Path(self.path).parent, self.manifest.buckets)
+            self._spare = None
 
 
 def _connect(master: str, host: str, protocol: str) -> MooncakeDistributedStore:

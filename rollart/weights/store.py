@@ -8,7 +8,7 @@ ever changes afterwards.  This module knows no torch: tensors are names, types, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -25,10 +25,12 @@ __all__ = [
     "MissingWeights",
     "NamedBuffer",
     "StoreError",
+    "Superseded",
     "Tensor",
     "TransferFailed",
     "WeightStore",
     "decode_manifest",
+    "never",
     "tensor_bytes",
 ]
 
@@ -54,12 +56,21 @@ NamedBuffer = tuple[str, str, Sequence[int], object]
 """A tensor to publish: name, dtype, shape, and its elements as a contiguous buffer."""
 
 
+def never() -> bool:
+    """A pull that is never stopped."""
+    return False
+
+
 class StoreError(ValueError):
     """A version can't be published or used; the message says which and why."""
 
 
 class TransferFailed(StoreError):
     """The store could not do it now; another time, or the version stored anew, may help."""
+
+
+class Superseded(TransferFailed):
+    """Nobody wants the version any more that was being pulled."""
 
 
 class MissingWeights(TransferFailed):
@@ -122,7 +133,7 @@ class HostWeights(Protocol):
         """Each tensor with its bytes, not copied."""
 
     def close(self) -> None:
-        """Let go of the memory; views that are still in use stay valid."""
+        """Let go of the memory, which the store may use again: views must not be used any more."""
 
     def __enter__(self) -> Self: ...
 
@@ -140,8 +151,11 @@ class WeightStore(Protocol):
         ``anew`` is for one of which a part was lost: what is left of it is removed, and it gets other names.
         """
 
-    def pull(self, reference: str) -> HostWeights:
-        """Bring a version to this host and check it; ``MissingWeights`` or ``DamagedWeights`` when it is not whole."""
+    def pull(self, reference: str, *, stop: Callable[[], bool] = never) -> HostWeights:
+        """Bring a version to this host and check it; ``MissingWeights`` or ``DamagedWeights`` when it is not whole.
+
+        ``Superseded`` when ``stop()``, which is asked now and then, says so.
+        """
 
     def collect(self, below: int) -> None:
         """Remove every version below ``below``.  Weights that are pulled stay valid."""

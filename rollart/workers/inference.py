@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import enum
 import logging
+import threading
 import time
 import zlib
 from collections.abc import AsyncIterator, Sequence
@@ -158,8 +159,17 @@ class InferenceWorker(Worker):
 
     async def _pull(self, message: Pull) -> None:
         """Map the version and check its bytes; the newest ``Pull`` stands."""
-        assert self._store is not None
-        weights = await asyncio.to_thread(self._store.pull, message.manifest)
+        store = self._store
+        assert store is not None
+        stop = threading.Event()
+        loop = asyncio.get_running_loop()
+        pulling = loop.run_in_executor(None, lambda: store.pull(message.manifest, stop=stop.is_set))
+        try:
+            weights = await asyncio.shield(pulling)
+        except asyncio.CancelledError:
+            stop.set()
+            pulling.add_done_callback(_let_go)
+            raise
         found = weights.manifest.version
         if found != message.version:
             weights.close()
@@ -225,6 +235,12 @@ class InferenceWorker(Worker):
     def _check_not_broken(self) -> None:
         if self.phase is Phase.BROKEN:
             raise RuntimeError(f"{self.name} serves nothing: {self._broken_by}")
+
+
+def _let_go(pulling: asyncio.Future[HostWeights]) -> None:
+    """Of a pull that nobody waits for: what it brought, if it did."""
+    if pulling.exception() is None:
+        pulling.result().close()
 
 
 def _vllm_version() -> str:
