@@ -109,7 +109,7 @@ def measure(name: str, kind: str, count: int, master: str, scratch: Path) -> Row
             pulled.append(max(pullers.pull(reference)))
             if isinstance(trainer, MooncakeStore):
                 raw.append(max(pullers.raw(*_buckets(trainer, version, reference))))
-            time.sleep(3.5 if master else 0)  # the master's lease on what was read
+            time.sleep(1.5 if master else 0)  # the master's lease on what was read
             trainer.collect(version + 1)
     trainer.close()
     row = {
@@ -147,7 +147,9 @@ async def measure_all(names: list[str], counts: tuple[int, ...]) -> tuple[list[R
                     if kind == "local":
                         rows.append(await asyncio.to_thread(measure, name, kind, count, "", scratch))
                         continue
-                    servers = MooncakeServers(scratch, nodes=1, node_bytes=max(256 << 20, int(2.5 * size)))
+                    servers = MooncakeServers(
+                        scratch, nodes=1, node_bytes=max(256 << 20, int(2.5 * size)), lease_s=1.0
+                    )
                     try:
                         await servers.start()
                         rows.append(

@@ -88,6 +88,8 @@ class FailureKind(enum.StrEnum):
     """The same request would fail again: no retry."""
     CANCELLED = "cancelled"
     """``Cancel`` reached it first."""
+    LOST = "lost"
+    """What it needs is gone from the store: it may succeed once that is stored anew."""
     TIMEOUT = "timeout"
     """The worker's own deadline passed."""
 

@@ -66,6 +66,11 @@ class Run:
             self.look()
             time.sleep(0.2)
 
+    def kill(self, program: str) -> None:
+        """SIGKILL to the run's process of ``program``."""
+        (found,) = [p for p in self.family if p.is_running() and Path(p.cmdline()[0]).name == program]
+        found.kill()
+
     def survivors(self, within_s: float) -> list[psutil.Process]:
         """Processes of the run that are left after so long."""
         _, left = psutil.wait_procs(self.family, timeout=within_s)
@@ -150,15 +155,23 @@ def test_long_answers_span_updates_with_the_same_gap_and_ctrl_c_ends_in_order(tm
     assert {e.worker for e in run.events if isinstance(e, events.Swapped)} == {"inference-0", "inference-1"}
 
 
-def test_nothing_outlives_a_killed_controller(tmp_path: Path) -> None:
+def test_a_run_outlives_its_stores_servers_and_nothing_outlives_a_killed_controller(tmp_path: Path) -> None:
     before = shared_memory()
-    with started(tmp_path, "frozen_lake.yaml", "steps=1000", "evaluation.episodes=0") as run:
-        run.wait_for_steps(1)
+    settings = ["steps=1000", "evaluation.episodes=0", "weights.store=mooncake", "weights.node_gib=0.25"]
+    with started(tmp_path, "frozen_lake.yaml", *settings) as run:
+        for steps, program in ((2, "mooncake_client"), (5, "mooncake_master")):
+            run.wait_for_steps(steps)
+            run.kill(program)
+        run.wait_for_steps(9)
         run.process.kill()
         run.process.wait()
         assert run.survivors(15) == []
     assert shared_memory() <= before
-    list(read_events(run.folder / "events"))
+    swaps = [event for event in read_events(run.folder / "events") if isinstance(event, events.Swapped)]
+    assert [swap.version for swap in swaps] == list(range(len(swaps)))
+    log = (run.folder / "logs" / "controller.log").read_text()
+    for server in ("mooncake-node-0", "mooncake-master"):
+        assert f"{server} ended with code -9 and is started again" in log
 
 
 def test_a_worker_that_dies_at_start_is_told_with_its_log(

@@ -184,7 +184,7 @@ def test_train_publish_checkpoint_export_and_collect(controller: Controller, mod
     assert repeated == msgspec.structs.replace(published, seq=7)
     with LocalStore(folder / "store").pull(published.manifest) as weights:
         bucket = weights.manifest.buckets[0].name
-    (folder / "store" / "v1" / bucket).unlink()
+    (Path(published.manifest).parent / bucket).unlink()
     anew = controller.ask(Published, Publish(25, 1, 1, pack_ids(CANARY)))
     assert controller.ask(Published, Publish(26, 1, 1, pack_ids(CANARY))).manifest == anew.manifest
     old = controller.ask(Published, Publish(27, 0, 1, pack_ids(CANARY)))
@@ -194,7 +194,7 @@ def test_train_publish_checkpoint_export_and_collect(controller: Controller, mod
     assert "at 1" in controller.ask(Failure, Publish(8, 2, 0, pack_ids(CANARY))).message
 
     assert controller.ask(Done, Collect(9, 1)) == Done(9)
-    assert [each.name for each in (folder / "store").iterdir()] == ["v1"]
+    assert {each.name.partition("-")[0] for each in (folder / "store").iterdir()} == {"v1"}
     for seq in (10, 11):
         assert controller.ask(Done, SaveCheckpoint(seq, str(folder / "checkpoint"), 1)) == Done(seq)
     assert (folder / "checkpoint" / "rollart.json").is_file()

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from rollart.launch.mooncake import MooncakeServers
-from rollart.weights.local import LocalStore
+from rollart.weights.local import LocalStore, open_weights
 from rollart.weights.mooncake import MooncakeStore, UnreachableStore
 from rollart.weights.store import MissingWeights, StoreError, Superseded, TransferFailed, WeightStore
 from rollart.weights.tensors import buffers_of, tensors_of
 from tests.test_weights import assert_same, model
 
-LEASE_S = 3.5
+LEASE_S = 0.5
 """After which what was read may be removed."""
 
 
@@ -34,7 +34,7 @@ def memory() -> Iterator[Path]:
 @pytest.fixture
 async def servers(memory: Path) -> AsyncIterator[MooncakeServers]:
     (memory / "logs").mkdir()
-    servers = MooncakeServers(memory / "logs", nodes=1, node_bytes=64 << 20)
+    servers = MooncakeServers(memory / "logs", nodes=1, node_bytes=64 << 20, lease_s=LEASE_S)
     try:
         await servers.start()
         yield servers
@@ -55,7 +55,7 @@ async def stores(
         yield LocalStore(memory / "store", bucket_bytes=1024), LocalStore(memory / "store")
         return
     (memory / "logs").mkdir()
-    servers = MooncakeServers(memory / "logs", nodes=1, node_bytes=64 << 20)
+    servers = MooncakeServers(memory / "logs", nodes=1, node_bytes=64 << 20, lease_s=LEASE_S)
     try:
         await servers.start()
         both = mooncake(servers, memory, "trainer"), mooncake(servers, memory, "inference")
@@ -105,7 +105,7 @@ async def test_what_was_pulled_outlives_its_version(stores: tuple[WeightStore, W
     trainer, inference = stores
     references = [trainer.publish(version, buffers_of(model(version).items())) for version in range(3)]
     weights = inference.pull(references[0])
-    await asyncio.sleep(LEASE_S if isinstance(trainer, MooncakeStore) else 0)
+    await asyncio.sleep(3 * LEASE_S if isinstance(trainer, MooncakeStore) else 0)
     trainer.collect(2)
     assert_same(dict(tensors_of(weights)), model(0))
     weights.close()
@@ -130,10 +130,13 @@ async def test_a_pull_that_nobody_wants_any_more_stops_and_leaves_nothing(
 
 async def test_a_version_stored_anew_has_another_reference(stores: tuple[WeightStore, WeightStore]) -> None:
     trainer, inference = stores
-    trainer.publish(0, buffers_of(model(0).items()))
+    first = trainer.publish(0, buffers_of(model(0).items()))
+    held = inference.pull(first)
     anew = trainer.publish(0, buffers_of(model(0).items()), anew=True)
-    with inference.pull(anew) as weights:
+    assert anew != first
+    for weights in (inference.pull(anew), held, open_weights(held.path, verify=True)):
         assert_same(dict(tensors_of(weights)), model(0))
+        weights.close()
 
 
 # --- Mooncake --------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 LEAST_S = 60.0
 SHARE = 0.001
-TRIM_EVERY_S = 5.0
+TRIM_EVERY_S = 1.0
 """Takes under a millisecond where there is nothing to give back, and 10 for 100 MB."""
 
 

@@ -169,7 +169,11 @@ class Controller:
         bound = bound_of(schedule, config.rollout.staleness_bound, config.rollout.update_at)
         self._losses = Losses(fail=self._end_with, tail=self._launcher.tail)
         self.switchboard = Switchboard(
-            self._transport, self._welcome(), run=self._context, on_change=self._on_link
+            self._transport,
+            self._welcome(),
+            run=self._context,
+            on_change=self._on_link,
+            on_leaving=lambda link: self.proxy.close_worker(link.name),
         )
         self.proxy = LLMProxy(self.switchboard, config, lowest_version=lambda: bound.floor(self.versions))
         self.rollout = Rollout(
@@ -270,10 +274,8 @@ class Controller:
         return trainer
 
     def _missing(self, placements: list[Placement]) -> list[str]:
-        links = self.switchboard.links
-        return [
-            p.name for p in placements if p.name not in links or links[p.name].state is not LinkState.READY
-        ]
+        ready = {link.name for role in Role for link in self.switchboard.of(role)}
+        return [placement.name for placement in placements if placement.name not in ready]
 
     # --- what happens to workers ----------------------------------------------------------------------
 

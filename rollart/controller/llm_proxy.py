@@ -99,6 +99,12 @@ class LLMProxy:
         engine.open = False
         self._list_open()
 
+    def close_worker(self, name: str) -> None:
+        """As ``close``, by the worker's name, where it is an engine's."""
+        engine = self.engines.get(name)
+        if engine is not None:
+            self.close(engine)
+
     def _list_open(self) -> None:
         self._open = [engine.candidate for engine in self.engines.values() if engine.open]
 

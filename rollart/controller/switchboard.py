@@ -69,7 +69,7 @@ class CallError(Exception):
     @property
     def retry(self) -> bool:
         """Whether the same request may succeed elsewhere."""
-        return self.kind in (FailureKind.INFRASTRUCTURE, FailureKind.TIMEOUT)
+        return self.kind in (FailureKind.INFRASTRUCTURE, FailureKind.LOST, FailureKind.TIMEOUT)
 
 
 class LinkState(enum.StrEnum):
@@ -153,8 +153,9 @@ class Switchboard:
         *,
         run: RunContext,
         on_change: Callable[[Link, str], None],
+        on_leaving: Callable[[Link], None] = lambda link: None,
     ) -> None:
-        """``on_change(link, reason)`` hears each change of a link's state."""
+        """``on_change(link, reason)`` hears each change of a link's state, ``on_leaving`` of one about to go."""
         self.links: dict[str, Link] = {}
         self.refused_frames = 0
         """Frames from workers that did not decode."""
@@ -166,6 +167,7 @@ class Switchboard:
         self._welcome = welcome
         self._run = run
         self._on_change = on_change
+        self._on_leaving = on_leaving
         self._pending: dict[int, _Call] = {}
         self._by_identity: dict[bytes, Link] = {}
         """Of both of its connections."""
@@ -193,7 +195,11 @@ class Switchboard:
 
     def of(self, role: Role) -> list[Link]:
         """The ready workers of a role, in the order they came."""
-        return [link for link in self.links.values() if link.role is role and link.state is LinkState.READY]
+        return [
+            link
+            for link in self.links.values()
+            if link.role is role and link.state is LinkState.READY and link.leaving is None
+        ]
 
     def next_seq(self) -> int:
         """A sequence id for a request; never used twice."""
@@ -216,7 +222,7 @@ class Switchboard:
         ``CallError`` when the worker fails it, is lost or is silent for ``timeout_s``; a caller that is
         cancelled, or that times out, cancels the request at the worker too.
         """
-        if link.state is LinkState.GONE:
+        if link.state is LinkState.GONE or link.leaving is not None:
             raise CallError(FailureKind.INFRASTRUCTURE, f"{link.name} is gone")
         seq: int = request.seq  # type: ignore[attr-defined]
         asked = type(request)
@@ -236,6 +242,8 @@ class Switchboard:
         finally:
             self._deadlines.clear(seq, timeout_s)
             self._pending.pop(seq, None)
+            # An error holds this frame, and the future holds the error: a cycle, and a trajectory hangs on it.
+            del future
         if type(answer) is expect:
             return answer
         if isinstance(answer, Failure):
@@ -270,7 +278,7 @@ class Switchboard:
             try:
                 self._transport.send(identity, frames)
             except Unreachable as error:
-                if link.leaving is None:
+                if link.leaving is None and link.state is not LinkState.GONE:
                     self.lose_soon(link, f"unreachable: {error}")
 
         return Outbox(send)
@@ -280,6 +288,7 @@ class Switchboard:
         if link.leaving is not None:
             link.leaving.cancel()
         link.leaving = self._loop.call_later(GOODBYE_PATIENCE_S, self.lose, link, reason)
+        self._on_leaving(link)
 
     def lose(self, link: Link, reason: str) -> None:
         """Count ``link`` as gone, and fail its calls."""

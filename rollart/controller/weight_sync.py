@@ -14,8 +14,8 @@ import itertools
 import logging
 import math
 import random
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 from rollart.config import Config, UpdateAt
 from rollart.controller import events
@@ -28,6 +28,7 @@ from rollart.packing import pack_ids, unpack_floats
 from rollart.protocol import (
     Collect,
     Done,
+    FailureKind,
     Message,
     Publish,
     Published,
@@ -44,9 +45,8 @@ __all__ = ["WeightSync", "canary_gap", "canary_prompt"]
 logger = logging.getLogger(__name__)
 
 CANARY_TOKENS = 32
-TRANSFER_TRIES = 6
-PAUSE_S = 0.2
-"""After a transfer that failed, before it is tried again; it doubles each time."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
+"""After a transfer that failed, before it is tried again."""
 Answer = TypeVar("Answer", bound=Message)
 
 
@@ -64,6 +64,14 @@ def canary_gap(trainer: bytes, engine: bytes) -> float:
         return float("inf")
     gap = max(abs(a - b) for a, b in zip(expected, found, strict=True))
     return float("inf") if math.isnan(gap) else gap
+
+
+def _pauses() -> Iterator[float]:
+    """Seconds between tries, for ever: twice as long each time, to a limit."""
+    pause_s = FIRST_PAUSE_S
+    while True:
+        yield pause_s
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
 class _Untrusted(Exception):
@@ -103,7 +111,7 @@ class WeightSync:
         self._attempts: dict[int, int] = {}
         """How often a version was stored anew."""
         self._trainer: Link | None = None
-        self._storing_anew = asyncio.Lock()
+        self._storing: dict[int, asyncio.Future[None]] = {}
         self._turns_to_pull = asyncio.Semaphore(config.weights.pulls_at_once)
         self._jitter = random.Random(f"{config.seed}/pulls")
         self._timeout_s = config.inference.update_timeout_s
@@ -115,16 +123,17 @@ class WeightSync:
         """Have the trainer put its current weights into the store as ``version``."""
         self._trainer = trainer
         timeout_s = self._config.trainer.step_timeout_s
-        for tries_left in range(TRANSFER_TRIES - 1, -1, -1):
+        give_up_at = self._run.clock() + self._timeout_s
+        for pause_s in _pauses():
             request = Publish(self._switchboard.next_seq(), version, 0, self._canary)
             try:
                 published = await self._switchboard.call(trainer, request, Published, timeout_s=timeout_s)
                 break
             except CallError as error:
-                if not error.retry or not tries_left:
+                if not error.retry or self._run.clock() + pause_s > give_up_at:
                     raise RunError(f"publishing version {version} failed: {error}") from error
                 logger.warning("version %d is not published yet: %s", version, error)
-                await asyncio.sleep(PAUSE_S * 2 ** (TRANSFER_TRIES - 1 - tries_left))
+                await asyncio.sleep(pause_s)
         self._published[version] = published
         self.newest = max(self.newest, version)
         if self._config.rollout.update_at is UpdateAt.PUBLISH or self.gate < 0:
@@ -184,7 +193,7 @@ class WeightSync:
 
     async def close(self) -> None:
         """Stop all followers."""
-        tasks = list(self._followers.values())
+        tasks: list[asyncio.Future[None]] = [*self._followers.values(), *self._storing.values()]
         self._followers.clear()
         for task in tasks:
             task.cancel()
@@ -192,12 +201,14 @@ class WeightSync:
             await asyncio.wait(tasks)
 
     async def _follow(self, engine: Engine) -> None:
-        pulled, pull_s = -1, 0.0
+        pulled, pull_s, superseded = -1, 0.0, False
         try:
             while True:
                 wanted = self._wanted(engine)
                 if wanted > pulled:
-                    took_s = await self._pull(engine, wanted)
+                    # Not twice in a row: a pull that is slower than the publications would never end.
+                    took_s = await self._pull(engine, wanted, to_the_end=superseded)
+                    superseded = took_s is None
                     if took_s is not None:
                         pulled, pull_s = wanted, took_s
                 elif engine.version < self.gate == pulled:
@@ -215,59 +226,69 @@ class WeightSync:
         """The version that the worker needs next, or may need."""
         return self.gate if engine.version < self.gate else self.newest
 
-    async def _pull(self, engine: Engine, version: int) -> float | None:
+    async def _pull(self, engine: Engine, version: int, *, to_the_end: bool) -> float | None:
         """Seconds that the worker took to bring ``version`` to its host; ``None``: another is wanted by now."""
-        started = self._run.clock()
+        self._in_use[engine.link.name] = version  # before anything waits: it keeps the version in the store
+        clock = self._run.clock
+        give_up_at = clock() + self._timeout_s
         await asyncio.sleep(self._jitter.uniform(0.0, self._config.weights.pull_jitter_s))
-        for tries_left in range(TRANSFER_TRIES - 1, -1, -1):
-            self._in_use[engine.link.name] = version
-            manifest = self._published[version].manifest
-            try:
-                async with self._turns_to_pull:
-                    pulled = await self._unless_superseded(engine, version, manifest)
-                return self._run.clock() - started if pulled else None
-            except CallError as error:
-                if not error.retry or not tries_left:
-                    raise
-                logger.warning("%s could not pull version %d: %s", engine.link.name, version, error)
-            await asyncio.sleep(PAUSE_S * 2 ** (TRANSFER_TRIES - 1 - tries_left))
-            if self._wanted(engine) != version:
-                return None
-            await self._store_anew(version, manifest)
-        raise AssertionError("the last try returns or raises")
+        for pause_s in _pauses():
+            lost = ""
+            async with self._turns_to_pull:
+                if self._wanted(engine) != version:
+                    return None
+                manifest, began = self._published[version].manifest, clock()
+                try:
+                    pulled = await self._unless_superseded(engine, version, manifest, to_the_end)
+                    return clock() - began if pulled else None
+                except CallError as error:
+                    if not error.retry or clock() + pause_s > give_up_at:
+                        raise
+                    logger.warning("%s could not pull version %d: %s", engine.link.name, version, error)
+                    lost = manifest if error.kind is FailureKind.LOST else ""
+            if lost:
+                began = clock()
+                await self._store_anew(version, lost)
+                give_up_at += clock() - began  # that was not the worker's time
+            await asyncio.sleep(pause_s)
+        raise AssertionError("the pauses never end")
 
-    async def _unless_superseded(self, engine: Engine, version: int, manifest: str) -> bool:
-        """Have the worker pull ``version``; false when another was wanted before it had it."""
+    async def _unless_superseded(self, engine: Engine, version: int, manifest: str, to_the_end: bool) -> bool:
+        """Have the worker pull ``version``; false when another was wanted before it had it, and it may be left."""
         request = Pull(self._switchboard.next_seq(), version, manifest)
         pull = asyncio.ensure_future(self._call(engine, request, Done))
         try:
             while not pull.done():
-                change = asyncio.ensure_future(self._change())
-                await asyncio.wait({pull, change}, return_when=asyncio.FIRST_COMPLETED)
-                change.cancel()
-                if not pull.done() and self._wanted(engine) != version:
+                if not to_the_end and self._wanted(engine) != version:
                     return False
+                waited: set[asyncio.Future[Any]] = {pull, self._next_change()}
+                await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             pull.result()
             return True
         finally:
             pull.cancel()
 
     async def _store_anew(self, version: int, lost: str) -> None:
-        """Have the trainer store ``version`` again, a part of whose ``lost`` copy is gone; once for all who miss it.
+        """Have the trainer store ``version`` again, of whose copy ``lost`` a part is gone; once for all who miss it."""
+        if self._published[version].manifest != lost or self._trainer is None:
+            return
+        storing = self._storing.get(version)
+        if storing is None:
+            storing = asyncio.ensure_future(self._store_again(self._trainer, version))
+            self._storing[version] = storing
+            storing.add_done_callback(lambda _: self._storing.pop(version))
+        await asyncio.wait({storing})
 
-        Nothing happens when the trainer has gone on meanwhile: its next version is on the way.
-        """
-        async with self._storing_anew:
-            if self._published[version].manifest != lost or self._trainer is None:
-                return
-            attempt = self._attempts[version] = self._attempts.get(version, 0) + 1
-            request = Publish(self._switchboard.next_seq(), version, attempt, self._canary)
-            try:
-                self._published[version] = await self._switchboard.call(
-                    self._trainer, request, Published, timeout_s=self._timeout_s
-                )
-            except CallError as error:
-                logger.warning("version %d could not be stored again: %s", version, error)
+    async def _store_again(self, trainer: Link, version: int) -> None:
+        attempt = self._attempts[version] = self._attempts.get(version, 0) + 1
+        request = Publish(self._switchboard.next_seq(), version, attempt, self._canary)
+        timeout_s = self._config.trainer.step_timeout_s  # it may wait for a train_step
+        try:
+            self._published[version] = await self._switchboard.call(
+                trainer, request, Published, timeout_s=timeout_s
+            )
+        except CallError as error:
+            logger.warning("version %d could not be stored again: %s", version, error)
 
     async def _swap(self, engine: Engine, version: int, pull_s: float) -> None:
         """Suspend, update, verify, resume."""
@@ -331,6 +352,10 @@ class WeightSync:
 
     async def _change(self) -> None:
         """Wait until anything here changes."""
+        await asyncio.shield(self._next_change())
+
+    def _next_change(self) -> asyncio.Future[None]:
+        """Done when anything here changes; it is everybody's, so nobody may cancel it."""
         if self._changed is None:
             self._changed = asyncio.get_running_loop().create_future()
-        await asyncio.shield(self._changed)
+        return self._changed

@@ -25,8 +25,8 @@ __all__ = ["MooncakeServers"]
 logger = logging.getLogger(__name__)
 
 START_S = 15.0
-LEASE = "3s"
-"""How long the master protects what is being read; longer than any transfer here takes."""
+LEASE_S = 10.0
+"""How long the master protects what is being read, which has to be done by then: a bucket, or 64 MiB of them."""
 PAUSE_S = 0.5
 """Before a server that died is started again."""
 
@@ -34,8 +34,11 @@ PAUSE_S = 0.5
 class MooncakeServers:
     """A master and its storage nodes; ``address`` is the master's."""
 
-    def __init__(self, log_dir: Path, *, nodes: int, node_bytes: int, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self, log_dir: Path, *, nodes: int, node_bytes: int, host: str = "127.0.0.1", lease_s: float = LEASE_S
+    ) -> None:
         """``node_bytes`` is the memory of each node for weights."""
+        self._lease_s = lease_s
         self.restarts = 0
         self._log_dir = log_dir
         self._host = host
@@ -101,7 +104,10 @@ class MooncakeServers:
             logger.error("%s ended with code %d and is started again", name, code)
             await asyncio.sleep(PAUSE_S)
             self.restarts += 1
-            await self._spawn(name, command)
+            try:
+                await self._spawn(name, command)
+            except OSError as error:
+                logger.error("%s can't be started: %s", name, error)
 
     async def _answers(self, port: int, name: str) -> None:
         """Wait until something listens at ``port``."""
@@ -124,7 +130,7 @@ class MooncakeServers:
             f"--rpc_port={self._rpc}",
             f"--metrics_host={self._host}",
             f"--metrics_port={self._metrics}",
-            f"--default_kv_lease_ttl={LEASE}",
+            f"--default_kv_lease_ttl={int(self._lease_s * 1000)}ms",
             "--logtostderr",
         ]
 

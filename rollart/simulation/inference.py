@@ -29,7 +29,7 @@ from rollart.protocol import (
 from rollart.simulation.engine import BatchingEngine, Finished
 from rollart.simulation.world import LOGPROB, World, canary_logprobs
 from rollart.workers.dialer import Dialer
-from rollart.workers.worker import Deterministic, Worker
+from rollart.workers.worker import Deterministic, Lost, Worker
 
 __all__ = ["SimInference"]
 
@@ -93,7 +93,7 @@ class SimInference(Worker):
                     ailments.lost_buckets -= 1
                     self._world.lost.add(reference)
                 if reference in self._world.lost:
-                    raise RuntimeError(f"a bucket of {reference} is not in the store")
+                    raise Lost(f"a bucket of {reference} is not in the store")
                 self._pulled = max(self._pulled, version)
                 return Done(seq)
             case Suspend(seq=seq):

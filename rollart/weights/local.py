@@ -1,6 +1,6 @@
 """The weight store of one machine: files in a shared-memory folder.
 
-``ROOT/vN/`` holds version N: its bucket files and then, linked into place when all of them are written,
+``ROOT/vN-ATTEMPT/`` holds version N: its bucket files and then, linked into place when all of them are written,
 ``manifest``.  Readers map the buckets; on Linux a mapping stays valid after the file is removed, so
 ``collect`` never waits for a reader and never breaks one.  Files are readable by their owner only.
 Written bytes are not synced: shared memory doesn't outlive the machine, and neither does a run's store.
@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import BinaryIO, NoReturn, Self
 
 import msgspec
 import xxhash
@@ -103,13 +103,13 @@ class LocalStore:
         ``StoreError`` when the version exists or a buffer is not what its type and shape say, ``OSError``
         when there is no room; then nothing of it is left.  What a killed publisher left is removed.
         """
-        folder = self.root / f"v{version}"
+        for earlier in self._attempts(version):
+            if not (earlier / MANIFEST).exists():  # a killed publisher's
+                shutil.rmtree(earlier, ignore_errors=True)
+            elif not anew:  # else it stays for those who have it, and goes when its version is collected
+                self._exists(version)
+        folder = self.root / f"v{version}-{uuid.uuid4().hex[:12]}"
         path = folder / MANIFEST
-        if anew:
-            self._remove(folder)
-        if path.exists():
-            raise StoreError(f"version {version} is in the store {self.root} already; versions never change")
-        shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(mode=0o700)
         try:
             with _Writer(folder, self._bucket_bytes) as writer:
@@ -135,15 +135,17 @@ class LocalStore:
         The manifest goes first, so that a reader finds either a whole version or none; one that has mapped
         the version keeps it.
         """
-        for folder in self.root.glob("v*"):
-            number = folder.name[1:]
+        for folder in self.root.glob("v*-*"):
+            number = folder.name[1:].partition("-")[0]
             if number.isdigit() and int(number) < below:
-                self._remove(folder)
+                (folder / MANIFEST).unlink(missing_ok=True)
+                shutil.rmtree(folder, ignore_errors=True)
 
-    @staticmethod
-    def _remove(folder: Path) -> None:
-        (folder / MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(folder, ignore_errors=True)
+    def _attempts(self, version: int) -> list[Path]:
+        return list(self.root.glob(f"v{version}-*"))
+
+    def _exists(self, version: int) -> NoReturn:
+        raise StoreError(f"version {version} is in the store {self.root} already; versions never change")
 
 
 def open_weights(path: str, *, verify: bool, stop: Callable[[], bool] = never) -> LocalWeights:

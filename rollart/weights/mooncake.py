@@ -53,7 +53,7 @@ MEANINGS = {
     -800: "a storage node can't be reached",
 }
 """Of Mooncake's error codes, for people."""
-PORTION_BYTES = 512 << 20
+PORTION_BYTES = 64 << 20
 SMALL_BYTES = 16 << 20
 """Of the client's own buffer, for manifests."""
 
@@ -81,7 +81,7 @@ class MooncakeStore:
         ``UnreachableStore`` within ``CONNECT_S`` when nobody answers.
         """
         self.refetched = 0
-        """Versions that had to be pulled again because bytes were wrong."""
+        """Versions that were pulled again because bytes were wrong."""
         self._master = master
         self._run = run
         self._replicas = replicas
@@ -92,8 +92,9 @@ class MooncakeStore:
         )
         self._pulled = scratch / "pulled"
         self._pulled.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._published: dict[int, list[str]] = {}
-        """Keys of the versions that this process published and that are not removed yet."""
+        self._published: set[int] = set()
+        self._keys: dict[int, list[str]] = {}
+        """Of each version, what this process wrote, or began to, and has not removed."""
         self._spare = _Spare(scratch / "spare")
         self._client = _connect(master, host, protocol)
 
@@ -123,11 +124,14 @@ class MooncakeStore:
             if any(found != 1 for found in there):  # a put can answer 0 and store nothing
                 lost = [key for key, found in zip(written, there, strict=True) if found != 1]
                 raise MissingWeights(f"the store took {lost[0]} and does not have it")
-        except BaseException:
-            self._client.batch_remove(written)
-            raise
-        self._published[version] = [*self._published.get(version, []), *written]
-        self._client.upsert(f"{self._run}/latest", reference.encode(), self._replication())
+        finally:  # also of what failed: some of it may be there, and under a lease
+            self._keys.setdefault(version, []).extend(written)
+        self._published.add(version)
+        code = self._client.upsert(self._latest, reference.encode(), self._replication())
+        if code:  # the run goes by references; the next version's pointer comes soon
+            logger.warning(
+                "%s still points to an older version than %d (code %d)", self._latest, version, code
+            )
         return reference
 
     def _replication(self) -> object:
@@ -148,7 +152,10 @@ class MooncakeStore:
         """
         contents = self._client.get(reference)
         if not contents:
-            raise MissingWeights(f"no weights at {reference} in the store at {self._master}")
+            where = f"{reference} in the store at {self._master}"
+            if self._client.is_exist(reference) != 0:  # ``get`` doesn't say why it has nothing
+                raise TransferFailed(f"can't get {where}")
+            raise MissingWeights(f"no weights at {where}")
         manifest = decode_manifest(contents, reference)
         try:
             return self._fetch(manifest, contents, stop)
@@ -159,7 +166,7 @@ class MooncakeStore:
 
     def latest(self) -> str | None:
         """The reference of the version that was published last."""
-        found = self._client.get(f"{self._run}/latest")
+        found = self._client.get(self._latest)
         return found.decode() if found else None
 
     def _fetch(self, manifest: Manifest, contents: bytes, stop: Callable[[], bool]) -> LocalWeights:
@@ -189,23 +196,33 @@ class MooncakeStore:
 
         One that is being read is not removed now; a later call does it.
         """
-        for version in [version for version in self._published if version < below]:
-            keys = self._published[version]
-            codes = self._client.batch_remove(keys)
-            left = [key for key, code in zip(keys, codes, strict=True) if code not in (0, NOT_FOUND)]
+        for version in [version for version in self._keys if version < below]:
+            left = self._remove(self._keys.pop(version))
             if left:
-                self._published[version] = left
-            else:
-                del self._published[version]
+                self._keys[version] = left
 
     def close(self) -> None:
-        """Leave the store, and remove this process's files; versions stay."""
+        """Leave the store, and remove what this process put there and its files."""
+        keys = [key for keys in self._keys.values() for key in keys]
+        if self._published:
+            keys.append(self._latest)
+        if keys and self._remove(keys, force=True):  # nobody reads any more what a run leaves behind
+            logger.warning("some weights of %s stay in the store at %s", self._run, self._master)
         self._client.close()
         shutil.rmtree(self._staging.root, ignore_errors=True)
         shutil.rmtree(self._pulled, ignore_errors=True)
         self._spare.close()
 
     # --- Mooncake -------------------------------------------------------------------------------------
+
+    @property
+    def _latest(self) -> str:
+        return f"{self._run}/latest"
+
+    def _remove(self, keys: list[str], *, force: bool = False) -> list[str]:
+        """Those of ``keys`` that are still there: somebody reads them."""
+        codes = self._client.batch_remove(keys, force)
+        return [key for key, code in zip(keys, codes, strict=True) if code not in (0, NOT_FOUND)]
 
     def _key(self, version: int, name: str) -> str:
         return f"{self._run}/v{version}/{name}"
@@ -287,7 +304,7 @@ class _Spare:
         """The buckets' files in ``folder`` may be used again, and the folder is not needed."""
         with self._lock, contextlib.suppress(OSError):  # where the store is closed
             for bucket in buckets:
-                place = self._folder / bucket.name
+                place = self._folder / uuid.uuid4().hex  # the same version may have been pulled twice
                 (folder / bucket.name).rename(place)
                 self._free.setdefault(bucket.size, []).append(place)
         shutil.rmtree(folder, ignore_errors=True)

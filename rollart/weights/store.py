@@ -148,7 +148,8 @@ class WeightStore(Protocol):
     def publish(self, version: int, tensors: Iterable[NamedBuffer], *, anew: bool = False) -> str:
         """Store a new version and return its reference for ``pull``; ``StoreError`` when the version exists.
 
-        ``anew`` is for one of which a part was lost: what is left of it is removed, and it gets other names.
+        ``anew`` is for one of which a part was lost: it gets another reference.  What is left of the old one goes
+        when the version is collected.
         """
 
     def pull(self, reference: str, *, stop: Callable[[], bool] = never) -> HostWeights:

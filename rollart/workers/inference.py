@@ -35,15 +35,16 @@ from rollart.protocol import (
     Updated,
 )
 from rollart.weights.opening import open_store
-from rollart.weights.store import HostWeights, WeightStore
+from rollart.weights.store import DamagedWeights, HostWeights, MissingWeights, WeightStore
 from rollart.workers.vllm_engine import EngineError, VllmEngine
-from rollart.workers.worker import Deterministic, Worker
+from rollart.workers.worker import Deterministic, Lost, Worker
 
 __all__ = ["InferenceWorker"]
 
 logger = logging.getLogger(__name__)
 
 WATCH_EVERY_S = 0.5
+PULL_END_S = 3.0
 
 
 class Phase(enum.Enum):
@@ -77,6 +78,7 @@ class InferenceWorker(Worker):
         settings = self.config.inference
         self._store = await asyncio.to_thread(open_store, self.config, self.welcome, self.name)
         self._pulled: HostWeights | None = None
+        self._pulling: set[asyncio.Future[HostWeights]] = set()
         self._released = asyncio.Event()
         self._released.set()
         self._one_at_a_time = asyncio.Lock()
@@ -134,6 +136,8 @@ class InferenceWorker(Worker):
             await self.engine.close()
             self.engine = None
         if self._store is not None:
+            if self._pulling:  # a thread may be in the middle of a transfer
+                await asyncio.wait(self._pulling, timeout=PULL_END_S)
             await asyncio.to_thread(self._store.close)
 
     async def _watch(self, engine: VllmEngine) -> None:
@@ -164,12 +168,16 @@ class InferenceWorker(Worker):
         stop = threading.Event()
         loop = asyncio.get_running_loop()
         pulling = loop.run_in_executor(None, lambda: store.pull(message.manifest, stop=stop.is_set))
+        self._pulling.add(pulling)
+        pulling.add_done_callback(self._pulling.discard)
         try:
             weights = await asyncio.shield(pulling)
         except asyncio.CancelledError:
             stop.set()
             pulling.add_done_callback(_let_go)
             raise
+        except (MissingWeights, DamagedWeights) as error:
+            raise Lost(str(error)) from error
         found = weights.manifest.version
         if found != message.version:
             weights.close()

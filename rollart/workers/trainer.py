@@ -61,8 +61,8 @@ class TrainerWorker(Worker):
     async def setup(self) -> Ready:
         """Build the model and its optimiser, and open the store."""
         self._parts = BatchParts()
-        self._published: dict[int, tuple[int, Published]] = {}
-        """Of each version, the attempt and its answer."""
+        self._publications: dict[tuple[int, int], asyncio.Future[Published]] = {}
+        """By version and attempt, those that are made and those under way."""
         self._publishing = asyncio.Lock()
         self._compute_thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._store_thread = ThreadPoolExecutor(1, thread_name_prefix="store", initializer=_one_thread)
@@ -74,6 +74,8 @@ class TrainerWorker(Worker):
             return
         if self.orphaned:  # nobody else is left to remove what lies in shared memory
             shutil.rmtree(self.welcome.store_dir, ignore_errors=True)
+        for publication in self._publications.values():
+            publication.cancel()
         if hasattr(self, "_trainer"):
             await self._compute(self._trainer.close)
         if hasattr(self, "_store"):
@@ -92,7 +94,11 @@ class TrainerWorker(Worker):
             case Publish():
                 return await self._publish(message)
             case Collect(seq=seq, below=below):
-                self._published = {key: value for key, value in self._published.items() if key >= below}
+                self._publications = {
+                    key: made
+                    for key, made in self._publications.items()
+                    if key[0] >= below or not made.done()
+                }
                 await self._in_store_thread(lambda: self._store.collect(below))
                 return Done(seq)
             case SaveCheckpoint(seq=seq, path=path, keep=keep):
@@ -123,12 +129,25 @@ class TrainerWorker(Worker):
         return Trained(message.seq, result.step_id, result.version, result.skipped, result.metrics)
 
     async def _publish(self, message: Publish) -> Published:
-        async with self._publishing:
-            attempt, known = self._published.get(message.version, (-1, None))
-            if known is None or attempt < message.attempt:
-                known = await self._publish_new(message)
-                self._published[message.version] = message.attempt, known
+        key = message.version, message.attempt
+        publication = self._publications.get(key)
+        if publication is None:
+            publication = asyncio.ensure_future(self._publish_in_turn(message))
+            publication.add_done_callback(
+                lambda made: made.cancelled() or made.exception()
+            )  # it is told to who asks
+            self._publications[key] = publication
+        # Who asked may give up, and ask again: the publication goes on, and is made once.
+        known = await asyncio.shield(publication)
         return msgspec.structs.replace(known, seq=message.seq)
+
+    async def _publish_in_turn(self, message: Publish) -> Published:
+        try:
+            async with self._publishing:
+                return await self._publish_new(message)
+        except BaseException:
+            del self._publications[message.version, message.attempt]  # the next who asks has it tried again
+            raise
 
     async def _publish_new(self, message: Publish) -> Published:
         def score_and_copy() -> tuple[list[float], Mapping[str, torch.Tensor], float]:

@@ -44,13 +44,17 @@ from rollart.protocol import (
 )
 from rollart.workers.dialer import Dialer
 
-__all__ = ["Deterministic", "Worker", "die_with_parent"]
+__all__ = ["Deterministic", "Lost", "Worker", "die_with_parent"]
 
 logger = logging.getLogger(__name__)
 
 WELCOME_PATIENCE_S = 30.0
 CANCEL_PATIENCE_S = 2.0
 """For requests in progress to end when the worker does; a thread that computes can't be stopped."""
+
+
+class Lost(Exception):
+    """What a request needs is not in the store any more."""
 
 
 class Deterministic(Exception):
@@ -276,6 +280,8 @@ class Worker:
             answer = self._failure(seq, FailureKind.CANCELLED, "cancelled by the controller")
         except Deterministic as error:
             answer = self._failure(seq, FailureKind.DETERMINISTIC, str(error))
+        except Lost as error:
+            answer = self._failure(seq, FailureKind.LOST, str(error))
         except TimeoutError as error:
             answer = self._failure(seq, FailureKind.TIMEOUT, str(error) or "deadline passed")
         except Exception as error:  # the boundary of a request: recorded here, told to the controller
