@@ -83,6 +83,7 @@ def test_every_aim_is_judged_by_its_rows() -> None:
         {**common, "system": name, "live": small, "turns_per_second": 10.0} for name in ("ray", "verifiers")
     ]
     rows.append({**common, "system": "rollart", "live": middle, "case": "side_payloads"})
+    rows.append({**common, "system": "rollart", "live": small, "case": "again"})
     aims = targets(rows)
     assert len(aims) == 8 and all(aim["holds"] for aim in aims)
     worse = {
