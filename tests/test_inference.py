@@ -12,9 +12,8 @@ import torch
 
 from rollart.packing import pack_ids, unpack_floats, unpack_ids
 from rollart.protocol import Suspend
-from rollart.weights.store import DamagedWeights
 from rollart.workers.inference import InferenceWorker
-from rollart.workers.worker import Deterministic
+from rollart.workers.worker import Deterministic, Lost
 from tests.engines import (
     CANARY,
     EOS,
@@ -241,7 +240,7 @@ async def test_damaged_weights_never_reach_the_engine(untied_worker: DrivenWorke
     content = bytearray(bucket.read_bytes())
     content[1000] ^= 1
     bucket.write_bytes(content)
-    with pytest.raises(DamagedWeights, match=bucket.name):
+    with pytest.raises(Lost, match=bucket.name):
         await untied_worker.pull(version, manifest)
 
 
