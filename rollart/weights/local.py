@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, NoReturn, Self
+from typing import BinaryIO, Self
 
 import msgspec
 import xxhash
@@ -37,7 +37,7 @@ from rollart.weights.store import (
     tensor_bytes,
 )
 
-__all__ = ["LocalStore", "LocalWeights", "checksum_of", "open_weights"]
+__all__ = ["BUCKET_BYTES", "LocalStore", "LocalWeights", "checksum_of", "open_weights"]
 
 MANIFEST = "manifest"
 BUCKET_BYTES = 64 << 20
@@ -103,11 +103,13 @@ class LocalStore:
         ``StoreError`` when the version exists or a buffer is not what its type and shape say, ``OSError``
         when there is no room; then nothing of it is left.  What a killed publisher left is removed.
         """
-        for earlier in self._attempts(version):
+        for earlier in self.root.glob(f"v{version}-*"):
             if not (earlier / MANIFEST).exists():  # a killed publisher's
                 shutil.rmtree(earlier, ignore_errors=True)
             elif not anew:  # else it stays for those who have it, and goes when its version is collected
-                self._exists(version)
+                raise StoreError(
+                    f"version {version} is in the store {self.root} already; versions never change"
+                )
         folder = self.root / f"v{version}-{uuid.uuid4().hex[:12]}"
         path = folder / MANIFEST
         folder.mkdir(mode=0o700)
@@ -140,12 +142,6 @@ class LocalStore:
             if number.isdigit() and int(number) < below:
                 (folder / MANIFEST).unlink(missing_ok=True)
                 shutil.rmtree(folder, ignore_errors=True)
-
-    def _attempts(self, version: int) -> list[Path]:
-        return list(self.root.glob(f"v{version}-*"))
-
-    def _exists(self, version: int) -> NoReturn:
-        raise StoreError(f"version {version} is in the store {self.root} already; versions never change")
 
 
 def open_weights(path: str, *, verify: bool, stop: Callable[[], bool] = never) -> LocalWeights:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollart.weights.local import LocalStore, LocalWeights, open_weights
+from rollart.weights.local import BUCKET_BYTES, LocalStore, LocalWeights, open_weights
 from rollart.weights.store import (
     Bucket,
     DamagedWeights,
@@ -74,7 +74,7 @@ class MooncakeStore:
         host: str = "127.0.0.1",
         protocol: str = "tcp",
         replicas: int = 1,
-        bucket_bytes: int | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         """``master`` is its address, ``scratch`` a folder in shared memory, ``run`` what keeps runs apart in one store.
 
@@ -85,11 +85,7 @@ class MooncakeStore:
         self._master = master
         self._run = run
         self._replicas = replicas
-        self._staging = (
-            LocalStore(scratch / "staged")
-            if bucket_bytes is None
-            else LocalStore(scratch / "staged", bucket_bytes=bucket_bytes)
-        )
+        self._staging = LocalStore(scratch / "staged", bucket_bytes=bucket_bytes)
         self._pulled = scratch / "pulled"
         self._pulled.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._published: set[int] = set()

@@ -162,7 +162,7 @@ class WeightStore(Protocol):
         """Remove every version below ``below``.  Weights that are pulled stay valid."""
 
     def close(self) -> None:
-        """Let go of what the store holds of this process; versions stay."""
+        """The process has done with the store: let go of what is held for it."""
 
 
 def tensor_bytes(dtype: str, shape: Sequence[int]) -> int:
