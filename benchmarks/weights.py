@@ -20,9 +20,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.parts.report import Row, figure, heading, write_report
-from benchmarks.parts.weight_pullers import Pullers, open_store
+from benchmarks.parts.weight_pullers import RUN, Pullers, open_store
 from rollart.launch.mooncake import MooncakeServers
-from rollart.weights.local import checksum_of, open_weights
+from rollart.weights.mapped import checksum_of
 from rollart.weights.mooncake import MooncakeStore
 from rollart.weights.store import NamedBuffer
 
@@ -35,6 +35,8 @@ PULLERS = (1, 2, 4)
 SHORT_PULLERS = (1, 2)
 LARGEST_TENSOR = 32 << 20
 REPEATS = 3
+LEASE_S = 3.0
+"""Of the master on what is read: a raw get of everything has to be done by then."""
 MEMORY = Path("/dev/shm")
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
@@ -108,8 +110,8 @@ def measure(name: str, kind: str, count: int, master: str, scratch: Path) -> Row
             published.append(time.perf_counter() - started)
             pulled.append(max(pullers.pull(reference)))
             if isinstance(trainer, MooncakeStore):
-                raw.append(max(pullers.raw(*_buckets(trainer, version, reference))))
-            time.sleep(1.5 if master else 0)  # the master's lease on what was read
+                raw.append(max(pullers.raw(*_buckets(trainer, reference))))
+            time.sleep(LEASE_S + 0.5 if master else 0)  # the master protects what was read
             trainer.collect(version + 1)
     trainer.close()
     row = {
@@ -127,11 +129,11 @@ def measure(name: str, kind: str, count: int, master: str, scratch: Path) -> Row
     return row
 
 
-def _buckets(store: MooncakeStore, version: int, reference: str) -> tuple[list[str], list[int]]:
-    weights = store.pull(reference)
-    buckets = open_weights(weights.path, verify=False).manifest.buckets
-    weights.close()
-    return [store._key(version, bucket.name) for bucket in buckets], [bucket.size for bucket in buckets]
+def _buckets(store: MooncakeStore, reference: str) -> tuple[list[str], list[int]]:
+    """Keys and sizes."""
+    with store.pull(reference) as weights:
+        buckets = weights.manifest.buckets
+    return [f"{RUN}/{bucket.name}" for bucket in buckets], [bucket.size for bucket in buckets]
 
 
 async def measure_all(names: list[str], counts: tuple[int, ...]) -> tuple[list[Row], list[Row]]:
@@ -148,7 +150,7 @@ async def measure_all(names: list[str], counts: tuple[int, ...]) -> tuple[list[R
                         rows.append(await asyncio.to_thread(measure, name, kind, count, "", scratch))
                         continue
                     servers = MooncakeServers(
-                        scratch, nodes=1, node_bytes=max(256 << 20, int(2.5 * size)), lease_s=1.0
+                        scratch, nodes=1, node_bytes=max(256 << 20, int(2.5 * size)), lease_s=LEASE_S
                     )
                     try:
                         await servers.start()

@@ -39,6 +39,7 @@ __all__ = [
     "Publish",
     "Published",
     "Pull",
+    "Pulled",
     "Ready",
     "Refused",
     "Reset",
@@ -68,7 +69,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 class Role(enum.StrEnum):
@@ -243,12 +244,23 @@ class Suspend(Message):
 
 
 class Pull(Message):
-    """Bring version ``version`` to this host and check it, in the background.  Answer: ``Done``."""
+    """Bring version ``version`` to this host and check it, in the background.  Answer: ``Pulled``."""
 
     seq: int
     version: int
     manifest: str
     """The version's reference, as ``Published`` has it."""
+
+
+class Pulled(Message):
+    """A version is in this host's memory, and its bytes are right."""
+
+    seq: int
+    size_bytes: int
+    moved_bytes: int = 0
+    """Of them, what came from elsewhere: nothing on the trainer's own machine, less than all where little changed."""
+    refetched: int = 0
+    """Buckets that came twice, since their bytes were wrong the first time."""
 
 
 class Update(Message):
@@ -468,6 +480,7 @@ ToController = (
     | Failure
     | Generated
     | Updated
+    | Pulled
     | Observation
     | Trained
     | Published

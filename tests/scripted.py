@@ -37,6 +37,7 @@ from rollart.protocol import (
     Publish,
     Published,
     Pull,
+    Pulled,
     Ready,
     Reset,
     Resume,
@@ -123,7 +124,7 @@ class ScriptedInference(Worker):
                 return await self.generate(seq, count, temperature)
             case Pull(seq=seq, version=version):
                 self.pulled = version
-                return Done(seq)
+                return Pulled(seq, 0)
             case Suspend(seq=seq):
                 self.running.clear()
                 self.released.clear()
