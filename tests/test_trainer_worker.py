@@ -194,7 +194,7 @@ def test_train_publish_checkpoint_export_and_collect(controller: Controller, mod
     assert "at 1" in controller.ask(Failure, Publish(8, 2, 0, pack_ids(CANARY))).message
 
     assert controller.ask(Done, Collect(9, 1)) == Done(9)
-    assert {each.name.partition("-")[0] for each in (folder / "store").iterdir()} == {"v1"}
+    assert {each.name.partition("-")[0] for each in (folder / "store").glob("v*")} == {"v1"}
     for seq in (10, 11):
         assert controller.ask(Done, SaveCheckpoint(seq, str(folder / "checkpoint"), 1)) == Done(seq)
     assert (folder / "checkpoint" / "rollart.json").is_file()

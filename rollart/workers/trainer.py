@@ -57,6 +57,8 @@ class TrainerWorker(Worker):
 
     _trainer: Trainer
     _store: WeightStore
+    _expected: Mapping[str, tuple[int, ...]]
+    """Shapes of the tensors that engines load, by name."""
 
     async def setup(self) -> Ready:
         """Build the model and its optimiser, and open the store."""
@@ -161,12 +163,14 @@ class TrainerWorker(Worker):
 
     def _store_weights(self, message: Publish, weights: Mapping[str, torch.Tensor]) -> tuple[str, int]:
         """Publish ``weights`` as the engine loads them; their reference and the bytes."""
+        from rollart.weights.expected import checked
         from rollart.weights.tensors import buffers_of
         from rollart.workers.megatron.core import TORCH_DTYPES
 
         dtype = TORCH_DTYPES[self.config.inference.dtype]
         served = ((name, tensor.to(dtype)) for name, tensor in self._trainer.named_weights(weights))
-        manifest = self._store.publish(message.version, buffers_of(served), anew=message.attempt > 0)
+        right = checked(served, self._expected, dtype)
+        manifest = self._store.publish(message.version, buffers_of(right), anew=message.attempt > 0)
         return manifest, sum(weight.numel() for weight in weights.values()) * dtype.itemsize
 
     # --- threads --------------------------------------------------------------------------------------
@@ -177,12 +181,14 @@ class TrainerWorker(Worker):
 
         import torch
 
+        from rollart.weights.expected import expected_shapes
         from rollart.weights.opening import open_store
         from rollart.workers.megatron.core import Trainer
 
         torch.set_num_threads(self.config.trainer.threads)
         self._store = open_store(self.config, self.welcome, self.name)
         self._trainer = Trainer(self.config, Path(self.welcome.model_dir))
+        self._expected = expected_shapes(Path(self.welcome.model_dir))
         facts = {
             "model": self._trainer.architecture.model_type,
             "parameters": str(self._trainer.parameter_count),
