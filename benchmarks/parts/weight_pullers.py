@@ -27,11 +27,11 @@ Order = tuple[str, list[str], list[int]]
 """``pull`` with a reference, or ``raw`` with keys and sizes."""
 
 
-def open_store(master: str, scratch: Path, name: str) -> WeightStore:
+def open_store(master: str, scratch: Path, name: str, *, delta: bool = False) -> WeightStore:
     """The local store below ``scratch``, or where there is a ``master`` Mooncake's."""
     if not master:
         return LocalStore(scratch / "store")
-    return MooncakeStore(master, scratch / name, run=RUN)
+    return MooncakeStore(master, scratch / name, run=RUN, delta=delta)
 
 
 class Pullers:
