@@ -17,6 +17,7 @@ from rollart.config import Config
 from rollart.controller.controller import Controller
 from rollart.controller.invariants import Invariants
 from rollart.controller.progress import Progress
+from rollart.controller.rewards import OwnRewards
 from rollart.controller.trajectory import Trajectory
 from rollart.errors import InvariantError, RunError
 from rollart.launch.local import Placement, WorkerExit
@@ -90,7 +91,7 @@ class Result(msgspec.Struct, kw_only=True):
     """The machine, when it was shared."""
 
 
-class _Rewards:
+class _Rewards(OwnRewards):
     """The environment's reward, after the family's time for scoring."""
 
     def __init__(self, world: World) -> None:
