@@ -18,7 +18,10 @@ from rollart.simulation.loop import VirtualLoop
 
 DOWN = CallError(FailureKind.INFRASTRUCTURE, "connection refused")
 REQUEST = Request(
-    key="k", function="m:f", deadline_s=1, trajectories=[TrajectoryView(id=0, task="T", seed=0, split="train")]
+    key="k",
+    function="m:f",
+    deadline_s=1,
+    trajectories=[TrajectoryView(id=0, task="T", seed=0, split="train")],
 )
 
 
@@ -53,7 +56,7 @@ def virtual(main: Callable[[], Awaitable[Any]]) -> float:
         await main()
 
     loop.run_until_complete(run())
-    assert [name for name in loop.waiting()] == []
+    assert loop.waiting() == []
     return loop.time()
 
 
@@ -165,7 +168,7 @@ def test_the_circuit_opens_after_failures_in_a_row_and_one_call_probes() -> None
         return 1.0
 
     async def main() -> None:
-        calls, backend, stats = caller(outage, on_failure="retry", retry_for_s=100.0, retries=0)
+        calls, _, stats = caller(outage, on_failure="retry", retry_for_s=100.0, retries=0)
         replies = await asyncio.gather(*(calls.call(REQUEST) for _ in range(200)))
         assert len(replies) == 200 and stats.counts["failed_circuit_open"] > 0
         failed = stats.counts["failed_infrastructure"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from rollart.controller.controller import Outcome
 from rollart.controller.preflight import resolve_rewards
 from rollart.controller.signatures import AlibabaKeys, AwsKeys, sign_alibaba, sign_aws
 from rollart.errors import ConfigError, RunError
+from rollart.launch.functions import LocalFunctions, local_rewards
 from rollart.rewards import Score, TrajectoryView, TurnView
 from rollart.rewards.payload import Result, WrongScore, checked, result_of
 from tests.scripted import Script, ScriptedRun, config_of
@@ -71,7 +73,9 @@ async def test_weighted_scores_are_summed_and_their_parts_are_told(tmp_path: Pat
 @pytest.mark.parametrize("redundant", [0, 2])
 async def test_a_group_reward_sees_the_whole_group(tmp_path: Path, redundant: int) -> None:
     config = scored_by(
-        function("group_size", scope="group"), rollout={"group_size": 3, "redundant_members": redundant}, steps=5
+        function("group_size", scope="group"),
+        rollout={"group_size": 3, "redundant_members": redundant},
+        steps=5,
     )
     script = Script()
     script.step_s = lambda: script.random.random() * 0.02
@@ -89,7 +93,7 @@ async def test_a_group_that_loses_members_is_scored_with_those_that_are_left(tmp
         rollout={"group_size": 4, "min_group": 2, "member_refills": 1, "max_failed_groups": 1000},
         steps=8,
     )
-    run = await run_of(config, tmp_path, script)
+    await run_of(config, tmp_path, script)
     assert {len(g.samples) for batch in script.batches for g in batch} >= {3, 4}
 
 
@@ -147,6 +151,29 @@ async def test_a_redundant_member_that_is_being_scored_is_stopped_at_once(tmp_pa
     assert list(marks.iterdir())
 
 
+async def test_a_run_scores_through_the_local_host_over_http(tmp_path: Path) -> None:
+    """And when the host dies in mid-run, no trajectory is lost for it."""
+    config = scored_by({"function": "tests.reward_functions:turns", "max_instances": 2}, steps=6)
+    host = LocalFunctions(local_rewards(config), tmp_path, tmp_path)
+    await host.start()
+    try:
+        script = Script()
+        run = ScriptedRun(config, script, tmp_path / "run", functions=host)
+        ending = asyncio.ensure_future(run.controller.run())
+        while len(script.batches) < 2:
+            await asyncio.sleep(0.01)
+        assert host._process is not None
+        host._process.kill()
+        assert await ending is Outcome.SUCCESS
+    finally:
+        await host.stop()
+    assert run.violations == [] and host.restarts == 1
+    samples = [s for batch in script.batches for group in batch for s in group.samples]
+    assert all(sample.reward == float(sum(sample.mask)) for sample in samples)
+    assert sum(row.get("reward/Count/cold_starts", 0) for row in run.rows) >= 1
+    assert not any(key.startswith("failed_reward") for row in run.rows for key in row)
+
+
 # --- scores and config --------------------------------------------------------------------------------------
 
 VIEW = TrajectoryView(id=1, task="T", seed=2, split="train", turns=[TurnView("a", "b"), TurnView("c", "d")])
@@ -179,7 +206,10 @@ def test_only_finite_scores_are_scores() -> None:
         ({"retry_for_s": 1.0}, "retry_for_s does nothing unless on_failure is retry"),
         ({"url": "http://x/y", "idle_s": 1.0}, "idle_s does nothing unless url is local"),
         ({"url": "local", "token_env": "T"}, "token_env does nothing unless url is http"),
-        ({"url": "in_process", "hedge_after_s": 1.0}, "hedge_after_s does nothing unless url is not in_process"),
+        (
+            {"url": "in_process", "hedge_after_s": 1.0},
+            "hedge_after_s does nothing unless url is not in_process",
+        ),
         ({"scope": "group", "batch": 2}, "batch does nothing unless scope is trajectory"),
         ({"min_instances": 40}, "min_instances .40. must be at most max_instances .32."),
     ],
@@ -285,7 +315,9 @@ def test_alibabas_signature_is_the_published_one() -> None:
         now=datetime(2023, 10, 26, 10, 22, 32, tzinfo=UTC),
         nonce="3156853299f313e23d1673dc12e1703d",
     )
-    assert signed["Authorization"].endswith("06563a9e1b43f5dfe96b81484da74bceab24a1d853912eee15083a6f0f3283c0")
+    assert signed["Authorization"].endswith(
+        "06563a9e1b43f5dfe96b81484da74bceab24a1d853912eee15083a6f0f3283c0"
+    )
 
 
 def test_the_control_plane_loads_no_http_client_until_a_reward_needs_one() -> None:

@@ -19,7 +19,7 @@ from rollart.rewards.payload import Reply, Request
 
 __all__ = ["Backend", "CallError", "Caller", "FailureKind", "Stats"]
 
-TIMEOUT_S, RETRIES, CONCURRENCY, RETRY_FOR_S = 30.0, 3, 512, 600.0
+TIMEOUT_S, RETRIES, CONCURRENCY, RETRY_FOR_S = 30.0, 5, 512, 600.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
 """Before the second attempt, and at most before any: each pause is twice the one before, half of it by chance."""
 OPENS_AFTER = 16
