@@ -60,8 +60,8 @@ class Reward(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=Tr
     timeout_s: PositiveFloat | None = None
     """For one attempt of a call, from its place among the ``concurrency``; by default 30."""
     retries: NonNegativeInt | None = None
-    """Further attempts after infrastructure failures; by default 5, which bear a restart of the host.  What the function itself raised is not
-    tried again."""
+    """Further attempts after infrastructure failures; by default 5, which bear a restart of the host.  What the
+    function itself raised is not tried again."""
     hedge_after_s: PositiveFloat | None = None
     """An attempt that takes longer is joined by a second one, and the first answer counts; by default never."""
     concurrency: PositiveInt | None = None

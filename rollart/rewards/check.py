@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.util import find_spec
 
 import msgspec
 
@@ -19,6 +20,14 @@ from rollart.rewards.loading import load_function
 from rollart.serverless import Declaration
 
 __all__ = ["Checked"]
+
+
+NEEDS = {
+    "rollart.rewards.maths:maths_check": ("math_verify", "math-verify"),
+    "rollart.rewards:schema_check": ("jsonschema", "jsonschema"),
+    "rollart.rewards.kinds:schema_check": ("jsonschema", "jsonschema"),
+}
+"""Built-in functions that need a package beyond RollArt's own: its module, its name."""
 
 
 class Checked(msgspec.Struct):
@@ -40,6 +49,7 @@ def check(tasks: list[Task]) -> Checked:
             try:
                 function = load_function(reward.function, where)
                 function.check_options(reward.options, where)
+                _check_packages(reward.function, where)
             except ConfigError as error:
                 # An endpoint's function may be written in another language: only its name is known here.
                 if reward.url is None or reward.url in (IN_PROCESS, LOCAL):
@@ -47,6 +57,14 @@ def check(tasks: list[Task]) -> Checked:
                 continue
             found[reward.function] = function.declaration
     return Checked(declared=found)
+
+
+def _check_packages(function: str, where: str) -> None:
+    module, package = NEEDS.get(function, ("", ""))
+    if module and find_spec(module) is None:
+        raise ConfigError(
+            f"{where}: {function} needs the package {package}, which is not installed: pip install rollart[rewards]"
+        )
 
 
 def main() -> None:
