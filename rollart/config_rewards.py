@@ -86,7 +86,8 @@ class Reward(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=Tr
     max_instances: PositiveInt | None = None
     """By default 32."""
     idle_s: PositiveFloat | None = None
-    """A local instance without calls ends after so long; by default after as long as starting it takes."""
+    """A local instance without calls ends after so long; by default after as long as starting it takes, or
+    at once where calls come less often."""
 
     def __post_init__(self) -> None:
         url = self.where

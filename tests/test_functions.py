@@ -236,7 +236,11 @@ def test_scaling_pays_for_what_is_used() -> None:
     assert load(1000, 0, 0) == 16
     assert load(1000, 16, 16) == 0
     assert further(Load(waiting=0, running=0, instances=0, starting=0), Limits(least=2), means) == 2
-    assert patience_s(limits, means) == 0.02 and patience_s(Limits(idle_s=3.0), means) == 3.0
+    assert patience_s(limits, means, 0) == 0.02 and patience_s(Limits(idle_s=3.0), means, 0) == 3.0
+    for second in range(20):
+        means.arrived(second * 0.015)
+    assert patience_s(limits, means, 0) == 0.02
+    assert patience_s(limits, means, 1) == 0.005, "the second one's next call is twice as far"
 
 
 def test_the_command_line_serves_ends_with_its_parent_and_tells_mistakes(tmp_path: Path) -> None:

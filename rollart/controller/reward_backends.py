@@ -6,11 +6,13 @@ Credentials come from the environment, are read when a backend is made, and appe
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import msgspec
 
@@ -109,7 +111,7 @@ class HttpBackend:
         }
         try:
             async with self._session().post(
-                URL(url, encoded=True), data=body, headers=headers, allow_redirects=False
+                URL(url, encoded=True), data=body, headers=headers, allow_redirects=False, proxy=_proxy(url)
             ) as answer:
                 said = await answer.read()
                 status, got = answer.status, answer.headers
@@ -131,12 +133,8 @@ class HttpBackend:
             import aiohttp
 
             connector = aiohttp.TCPConnector(limit=self._connections, keepalive_timeout=15.0)
-            self._open = aiohttp.ClientSession(
-                connector=connector,
-                timeout=aiohttp.ClientTimeout(total=None),
-                trust_env=True,
-                auto_decompress=True,
-            )
+            # Not trust_env: it reads ~/.netrc in a thread for every call, and would send what it finds there.
+            self._open = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
         return self._open
 
     async def close(self) -> None:
@@ -144,6 +142,14 @@ class HttpBackend:
         if self._open is not None:
             await self._open.close()
             self._open = None
+
+
+@functools.lru_cache(maxsize=64)
+def _proxy(url: str) -> str | None:
+    """The proxy that the environment names for ``url`` (HTTPS_PROXY, NO_PROXY and the like)."""
+    parts = urlsplit(url)
+    found = getproxies().get(parts.scheme)
+    return None if found is None or proxy_bypass(parts.hostname or "") else found
 
 
 def _describe(error: Exception) -> str:

@@ -2,8 +2,8 @@
 
 Limits of CPU time, memory, file size, open files and processes; and, where the kernel lets an ordinary user have them,
 namespaces of its own for users, network (none but a loopback that is down), processes (all end with the first) and IPC.
-Says ``i`` (isolated) or ``s`` (shared) on the descriptor that ROLLART_TELL names.  Imports nothing of RollArt, so that it
-starts fast.
+Says ``i`` (isolated) or ``s`` (shared) on the descriptor that ROLLART_TELL names.  Imports nothing of RollArt, so that
+it starts fast.
 """
 
 from __future__ import annotations

@@ -116,6 +116,7 @@ class Pool:
         self._next += 1
         call = _Call(self._next, body, self._loop.time())
         self._waiting.append(call)
+        self.means.arrived(call.asked_at)
         self._look()
         try:
             async with asyncio.timeout(timeout_s):
@@ -186,7 +187,8 @@ class Pool:
         """``instance`` has room: it takes what waits, or rests for a while and ends."""
         self._look()
         if not instance.calls and not instance.closing and instance.idle_timer is None:
-            delay = patience_s(self.function.limits, self.means)
+            resting = sum(each.idle_timer is not None for each in self._instances.values())
+            delay = patience_s(self.function.limits, self.means, resting)
             instance.idle_timer = self._loop.call_later(delay, self._rested, instance)
 
     def _rested(self, instance: _Instance) -> None:

@@ -1,8 +1,9 @@
 """How many instances of a function there should be.  Numbers in, numbers out: the simulation decides with it too.
 
 An instance is paid from its start to its end.  So another one is started only when the calls that wait would keep it
-busy for several times what its start costs, and one without calls ends after about as long as a start takes: whoever
-rents what he could buy pays at most twice what is needed (ski rental, Karlin et al. 1988).
+busy for several times what its start costs.  One without calls stays for as long as a start takes: whoever rents what he
+could buy pays at most twice what is needed (ski rental, Karlin et al. 1988).  And it ends at once where the next call
+for it is farther away than that on average, for when calls come at random, waiting brings none nearer.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Limits(msgspec.Struct, frozen=True):
     calls_each: int = 1
     """Calls that an instance serves at the same time."""
     idle_s: float | None = None
-    """Of an instance without calls; ``None``: about as long as a start takes."""
+    """Of an instance without calls; ``None``: as long as a start takes, where calls come that often."""
 
 
 class Means(msgspec.Struct):
@@ -38,8 +39,17 @@ class Means(msgspec.Struct):
 
     busy_s: float = FIRST_BUSY_S
     cold_s: float = FIRST_COLD_S
+    gap_s: float = 0.0
+    """Between the arrivals of calls."""
     calls: int = 0
     starts: int = 0
+    arrived_at: float | None = None
+
+    def arrived(self, now: float) -> None:
+        """A call came."""
+        if self.arrived_at is not None:
+            self.gap_s += MEMORY * (now - self.arrived_at - self.gap_s)
+        self.arrived_at = now
 
     def called(self, seconds: float) -> None:
         """A call took so long in its instance."""
@@ -80,8 +90,9 @@ def further(load: Load, limits: Limits, means: Means) -> int:
     return max(short, wanted - load.instances, 0)
 
 
-def patience_s(limits: Limits, means: Means) -> float:
-    """How long an instance without calls stays, unless it is one of the least."""
+def patience_s(limits: Limits, means: Means, resting: int) -> float:
+    """How long an instance without calls stays, unless it is one of the least; ``resting`` others have none, too."""
     if limits.idle_s is not None:
         return limits.idle_s
-    return max(means.cold_s, SHORTEST_PATIENCE_S)
+    until_next_s = means.gap_s * (resting + 1)
+    return SHORTEST_PATIENCE_S if until_next_s > means.cold_s else max(means.cold_s, SHORTEST_PATIENCE_S)
