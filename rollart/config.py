@@ -11,6 +11,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from rollart.config_rewards import Reward, Scope
+
 __all__ = [
     "Algorithm",
     "Config",
@@ -21,6 +23,7 @@ __all__ = [
     "MixedVersions",
     "Model",
     "RandomModel",
+    "Reward",
     "Rollout",
     "Sampling",
     "Schedule",
@@ -129,6 +132,20 @@ class Task(Section, frozen=True, kw_only=True):
     """A trajectory is cut, and scored as it is, after this many turns."""
     reset_timeout_s: PositiveFloat = 60.0
     step_timeout_s: PositiveFloat = 60.0
+    reward: Reward | list[Reward] | None = None
+    """What scores its trajectories, or several whose weighted scores are summed (docs/rewards.md); by default the
+    sum of the environment's own rewards."""
+
+    def __post_init__(self) -> None:
+        if self.reward == []:
+            raise ValueError("reward is an empty list: leave it out for the environment's own rewards")
+
+    @property
+    def rewards(self) -> list[Reward]:
+        """``reward`` as a list; empty: the environment's own."""
+        if self.reward is None:
+            return []
+        return self.reward if isinstance(self.reward, list) else [self.reward]
 
 
 class Sampling(Section, frozen=True, kw_only=True):
@@ -431,6 +448,12 @@ class Config(Section, frozen=True, kw_only=True):
             raise ValueError(
                 f"rollout.schedule sync takes every turn together, so all {self.rollout.most_open_members} "
                 f"trajectories of a batch need a place: environments.workers × max_sessions is {places}"
+            )
+        grouped = [task.name for task in self.tasks for reward in task.rewards if reward.scope is Scope.GROUP]
+        if self.rollout.schedule is Schedule.SYNC and grouped:
+            raise ValueError(
+                f"task {grouped[0]}: a reward of scope group waits for the group's members, and rollout.schedule sync "
+                "for the reward"
             )
         if self.evaluation.episodes and self.environments.max_sessions < 2:
             raise ValueError(

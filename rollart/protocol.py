@@ -332,6 +332,12 @@ class Observation(Message):
     """Of this step; 0 at reset."""
     done: bool
     info: dict[str, float]
+    text: str = ""
+    """What ``ids`` were rendered from; here and below only where the task has a ``reward`` in the config."""
+    answer: str = ""
+    """The text of the action; empty at reset."""
+    reference: str = ""
+    """The environment's ``reference``, as it is now."""
 
 
 # --- training -------------------------------------------------------------------------------------------

@@ -213,7 +213,7 @@ class EnvManager:
         try:
             score = await self._rewards.score(trajectory)
         except RewardError as error:
-            return trajectory.failed(Reason.REWARD_ERROR, str(error), retry=False)
+            return trajectory.failed(error.reason, str(error), retry=False)
         return trajectory.scored(score)
 
     async def _observe(
@@ -231,6 +231,8 @@ class EnvManager:
                 Reason.ENV_ERROR, f"{link.name}: {len(seen.ids)} bytes are no ids", retry=True
             )
         link.failures_in_a_row = 0
+        if trajectory.record is not None:
+            trajectory.record.observed(seen)
         return trajectory.observed(seen.ids, seen.reward, seen.done, seen.info)
 
     def _leave(self, trajectory: Trajectory) -> Link | None:

@@ -144,6 +144,7 @@ class TrainingLoop:
         )
         row.update(self._metrics.take_step())
         row.update(self._metrics.take_refusals())
+        row.update(self._rollout.rewards.take_row())
         return row
 
     def _ship(self, groups: list[Group]) -> BatchMetrics:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 
+from rollart.controller.record import Record
 from rollart.errors import InvariantError
 from rollart.packing import ID_BYTES
 from rollart.protocol import TrainSample, VersionRun
@@ -128,6 +129,7 @@ class Trajectory:
         "logprobs",
         "mask",
         "member",
+        "record",
         "retries_left",
         "reward",
         "score",
@@ -165,6 +167,8 @@ class Trajectory:
         self.retries_left = limits.retries
         self.detail = ""
         self.score = 0.0
+        self.record: Record | None = None
+        """What was said, where a reward function is to read it."""
         self._observer = observer
         self._clear()
 
@@ -185,6 +189,8 @@ class Trajectory:
         """Sum of the environment's step rewards."""
         self.success: float | None = None
         self.truncated = ""
+        if self.record is not None:
+            self.record = Record()
 
     # --- what happened → what is next ------------------------------------------------------------------
 

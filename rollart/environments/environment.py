@@ -54,6 +54,10 @@ class Environment:
     ``reset``.  Any exception but ``Unavailable`` ends the episode as failed, and no other one.
     """
 
+    reference: str = ""
+    """What rewards may compare the answers with (a solution, tests, any text); the policy never sees it.  An
+    environment sets it in ``reset``, if it has one, or later."""
+
     def reset(self, seed: int, split: str) -> str | Awaitable[str]:
         """Begin the episode that ``seed`` names, the same one each time, and return the first observation.
 

@@ -51,10 +51,11 @@ class _WrongAnswer(Exception):
 class _Session:
     """An episode."""
 
-    __slots__ = ("blueprint", "busy", "environment", "name")
+    __slots__ = ("blueprint", "busy", "environment", "name", "task")
 
-    def __init__(self, name: str, blueprint: Blueprint) -> None:
+    def __init__(self, name: str, task: str, blueprint: Blueprint) -> None:
         self.name = name
+        self.task = task
         self.blueprint = blueprint
         self.environment: Any = None
         """There once the reset has begun, until it is disposed of."""
@@ -73,6 +74,8 @@ class EnvironmentWorker(Worker):
         self._sessions: dict[str, _Session] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._blueprints: dict[str, Blueprint] = {}
+        self._scored: set[str] = set()
+        """Tasks that the controller scores by their texts."""
         self._renderer: PlainRenderer
         self._threads: Threads | None = None
 
@@ -83,6 +86,7 @@ class EnvironmentWorker(Worker):
             task.name: load_environment(task.name, task.environment, task.options)
             for task in self.config.tasks
         }
+        self._scored = {task.name for task in self.config.tasks if task.rewards}
         self._threads = Threads(self.config.environments.threads, "environment")
         facts = {name: blueprint.name for name, blueprint in self._blueprints.items()}
         return Ready(self.config.environments.max_sessions, facts)
@@ -126,7 +130,7 @@ class EnvironmentWorker(Worker):
         blueprint = self._blueprints.get(request.task)
         if blueprint is None:
             raise Deterministic(f"the run's config has no task {request.task!r}")
-        session = self._sessions[request.session] = _Session(request.session, blueprint)
+        session = self._sessions[request.session] = _Session(request.session, request.task, blueprint)
 
         def call() -> Any:
             session.environment = blueprint.build()
@@ -136,7 +140,7 @@ class EnvironmentWorker(Worker):
             ids = self._renderer.first(_first_text(answer))
             if not ids:
                 raise _WrongAnswer("returned an empty text; the policy needs a token to go on")
-            return Observation(request.seq, ids, 0.0, False, {})
+            return self._told(session, Observation(request.seq, ids, 0.0, False, {}), answer)
 
         return await self._act(session, request.seq, "reset", call, render)
 
@@ -155,7 +159,8 @@ class EnvironmentWorker(Worker):
 
         def render(answer: object) -> Observation:
             text, reward, done, info = _turn(answer)
-            return Observation(request.seq, self._renderer.next(text), reward, done, info)
+            seen = Observation(request.seq, self._renderer.next(text), reward, done, info)
+            return self._told(session, seen, text, request.action)
 
         return await self._act(session, request.seq, "step", call, render)
 
@@ -191,6 +196,19 @@ class EnvironmentWorker(Worker):
             if not isinstance(answer, Observation) or answer.done:
                 self._drop(session)
         return answer
+
+    def _told(
+        self, session: _Session, seen: Observation, text: object, action: bytes | None = None
+    ) -> Observation:
+        """``seen`` with its texts, where a reward function reads them."""
+        if session.task not in self._scored:
+            return seen
+        reference = getattr(session.environment, "reference", "")
+        if not isinstance(reference, str):
+            raise _WrongAnswer(f"left a reference that is {_kind(reference)}; it must be a str")
+        seen.text, seen.reference = str(text), reference
+        seen.answer = "" if action is None else self._renderer.answer(action)
+        return seen
 
     # --- failures -------------------------------------------------------------------------------------
 
