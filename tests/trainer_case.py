@@ -180,7 +180,7 @@ def grpo_loss(model: Any, groups: Sequence[TrainGroup], config: Config) -> Tenso
     for group in groups:
         rewards = torch.tensor([sample.reward for sample in group.samples])
         advantages = rewards - rewards.mean()
-        if algorithm.normalize_std:
+        if algorithm.divides_by_std:
             advantages = advantages / (rewards.std() + 1e-4)
         for sample, advantage in zip(group.samples, advantages, strict=True):
             ids = unpack_ids(sample.ids)
@@ -191,7 +191,8 @@ def grpo_loss(model: Any, groups: Sequence[TrainGroup], config: Config) -> Tenso
                     continue
                 row = known[at - 1]
                 ratio = torch.exp(row[ids[at]] - next(behaviour))
-                bounded = torch.clamp(ratio, 1 - algorithm.clip_low, 1 + algorithm.clip_high)
+                low, high = algorithm.clip
+                bounded = torch.clamp(ratio, 1 - low, 1 + high)
                 possible = row[row > -math.inf]
                 entropy = -(possible.exp() * possible).sum()
                 total = total - torch.minimum(ratio * advantage, bounded * advantage)

@@ -31,7 +31,7 @@ __all__ = ["FORMAT", "CheckpointError", "Record", "load", "read_record", "remove
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 RECORD = "rollart.json"
 REMOVED = ".removed"
 _METADATA: dict[str, Any] = {"singleton_local_shards": False}
