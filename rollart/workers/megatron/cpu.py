@@ -9,6 +9,7 @@ silences: they would greet every CPU run.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import sys
@@ -48,6 +49,10 @@ class _Stream:
 
     wait_stream = wait_event = wait = record = synchronize = _nothing
 
+    def record_event(self, *args: object) -> _Stream:
+        """An event that has happened."""
+        return self
+
     def query(self) -> bool:
         """Whether all work is done."""
         return True
@@ -79,6 +84,7 @@ def _install_device() -> None:
     cuda.current_device = lambda: CPU
     cuda.synchronize = lambda *args, **kwargs: None
     cuda.Stream = cuda.Event = _Stream
+    cuda.stream = lambda stream: contextlib.nullcontext()
     cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: _Stream()
     tensor: Any = torch.Tensor
     tensor.cuda = lambda self, *args, **kwargs: self
@@ -86,7 +92,7 @@ def _install_device() -> None:
 
 def _install_random_state() -> None:
     cuda: Any = torch.cuda
-    cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    cuda.random.get_rng_state = cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
     # Megatron's own setter goes to CUDA's generators directly; importing it here is safe, the device answers.
