@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from rollart.config_algorithm import Algorithm, Loss
+from rollart.config_health import Health
 from rollart.config_section import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -26,6 +27,7 @@ __all__ = [
     "Decay",
     "Environments",
     "Evaluation",
+    "Health",
     "Inference",
     "MixedVersions",
     "Model",
@@ -434,6 +436,7 @@ class Config(Section, frozen=True, kw_only=True):
     sampling: Sampling = Sampling()
     rollout: Rollout = Rollout()
     algorithm: Algorithm = Algorithm()
+    health: Health = Health()
     trainer: Trainer = Trainer()
     inference: Inference = Inference()
     weights: Weights = Weights()

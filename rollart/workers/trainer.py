@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import msgspec
 
+from rollart.batch_file import batch_path, write_batch
 from rollart.packing import pack_floats, unpack_ids
 from rollart.protocol import (
     Collect,
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from rollart.workers.megatron.core import StepResult, Trainer
 
 __all__ = ["TrainerWorker"]
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -117,16 +120,26 @@ class TrainerWorker(Worker):
 
         def train() -> StepResult:
             known = self._trainer.answered(step_id)
-            return known or self._trainer.train_step(
-                step_id=step_id,
-                version=message.version,
-                verify_share=message.verify_share,
-                frames=self._parts.of(step_id, message.groups),
+            if known:
+                return known
+            frames = self._parts.of(step_id, message.groups)
+            result = self._trainer.train_step(
+                step_id=step_id, version=message.version, verify_share=message.verify_share, frames=frames
             )
+            if result.skipped:
+                self._keep_batch(step_id, frames)
+            return result
 
         result = await self._compute(train)
         self._parts.drop(step_id)
         return Trained(message.seq, result.step_id, result.version, result.skipped, result.metrics)
+
+    def _keep_batch(self, step_id: int, frames: Sequence[bytes]) -> None:
+        path = batch_path(self.welcome.run_dir, step_id)
+        try:
+            write_batch(path, frames)
+        except OSError as error:
+            logger.warning("the batch of skipped step %d could not be kept as %s: %s", step_id, path, error)
 
     async def _publish(self, message: Publish) -> Published:
         key = message.version, message.attempt
