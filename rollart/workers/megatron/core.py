@@ -318,6 +318,8 @@ class Trainer:
 
     def export(self, path: Path) -> None:
         """Write the current weights as a Hugging Face folder; ``FileExistsError`` when ``path`` is there."""
+        if path.exists():
+            raise FileExistsError(f"{path} is there already: remove it, or choose another path")
         weights = self.weights()
         if self.ranks.rank == 0:
             write_export(self.model_dir, path, self.named_weights(weights), self.dtype)
@@ -343,10 +345,18 @@ class Trainer:
         the checkpoints beside it stay, this one and the newest of the older ones.
         """
         self.optimizer.require_whole()
-        if not self._is_saved(path):
-            checkpoint.save(path, self.model, self.optimizer, self.version, self.last_step)
-        if keep is not None:
+        if self.will_save(path):
+            checkpoint.save(path, self.model, self.optimizer, self.version, self.last_step, self.ranks)
+        if keep is not None and self.ranks.rank == 0:
             checkpoint.remove_older(path, keep)
+
+    def will_save(self, path: Path) -> bool:
+        """Whether ``save_checkpoint`` writes; ``FileExistsError`` when ``path`` is there and holds anything else."""
+        if self._is_saved(path):
+            return False
+        if path.exists() and self.ranks.rank == 0:
+            raise FileExistsError(f"{path} is there already: remove it, or choose another path")
+        return True
 
     def _is_saved(self, path: Path) -> bool:
         if not (path / checkpoint.RECORD).is_file():

@@ -23,6 +23,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
+    set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -35,6 +36,7 @@ from rollart.workers.megatron import ON_CPU
 from rollart.workers.megatron.architecture import Architecture
 from rollart.workers.megatron.attention import CausalAttention, RMSNorm, context_order
 from rollart.workers.megatron.micro_batch import MicroBatch
+from rollart.workers.megatron.shards import share_dimension
 
 __all__ = ["LanguageModel"]
 
@@ -50,6 +52,10 @@ class LanguageModel:
         self.architecture = architecture
         self.config = _transformer_config(architecture, dtype, layout)
         self.gpt = _build(architecture, self.config)
+        for name, parameter in self.gpt.named_parameters():
+            dimension = share_dimension(name)
+            if dimension is not None:  # Megatron itself says so only where it draws the weights
+                set_tensor_model_parallel_attributes(parameter, True, dimension, 1)
         self.module: torch.nn.Module = self.gpt
         if dtype is torch.bfloat16:
             self.module = Float16Module(self.config, self.gpt)
@@ -170,6 +176,7 @@ def _transformer_config(shape: Architecture, dtype: torch.dtype, layout: Trainer
         context_parallel_size=layout.context_parallel,
         expert_model_parallel_size=layout.expert_parallel,
         sequence_parallel=layout.tensor_parallel > 1,
+        moe_token_dispatcher_type="alltoall",
         variable_seq_lengths=layout.pipeline_parallel > 1,
         calculate_per_token_loss=True,
         use_cpu_initialization=True,
@@ -206,7 +213,6 @@ def _experts(shape: Architecture) -> dict[str, Any]:
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": False,
-        "moe_token_dispatcher_type": "alltoall",
         "moe_router_dtype": "fp32",
     }
 

@@ -7,17 +7,19 @@ columns; of the joined gate and up projections each process holds the same rows 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from rollart.workers.megatron.model import LanguageModel
 from rollart.workers.megatron.parallel import Ranks
 
-__all__ = ["Collector", "cut_share", "join_shares"]
+if TYPE_CHECKING:
+    from rollart.workers.megatron.model import LanguageModel
+
+__all__ = ["Collector", "cut_share", "join_shares", "share_dimension", "share_of"]
 
 _ROWS = ("embedding.word_embeddings.weight", "output_layer.weight")
 _ROW_PARTS = (".linear_qkv.weight", ".linear_qkv.bias")
@@ -31,7 +33,7 @@ def cut_share(name: str, whole: Tensor, rank: int, size: int) -> Tensor:
         return whole
     if name.endswith(_GATED):
         return torch.cat([half.chunk(size)[rank] for half in whole.chunk(2)])
-    dimension = _dimension(name)
+    dimension = share_dimension(name)
     return whole if dimension is None else whole.chunk(size, dimension)[rank]
 
 
@@ -42,12 +44,13 @@ def join_shares(name: str, shares: Sequence[Tensor]) -> Tensor:
     if name.endswith(_GATED):
         halves = zip(*(share.chunk(2) for share in shares), strict=True)
         return torch.cat([torch.cat(half) for half in halves])
-    dimension = _dimension(name)
+    dimension = share_dimension(name)
     return shares[0] if dimension is None else torch.cat(list(shares), dimension)
 
 
-def _dimension(name: str) -> int | None:
-    if name in _ROWS or name.endswith(_ROW_PARTS):
+def share_dimension(name: str) -> int | None:
+    """By which dimension the weight ``name`` is divided; ``None``: each process has it whole."""
+    if name in _ROWS or name.endswith((*_ROW_PARTS, _GATED)):
         return 0
     return 1 if name.endswith(_COLUMN_PARTS) else None
 
