@@ -356,6 +356,12 @@ class TrainSample(msgspec.Struct, array_like=True, frozen=True, gc=False):
     versions: list[VersionRun]
     """Runs over the S sampled tokens, in order."""
     reward: float
+    turn_tokens: bytes = b""
+    """int32[K], one a turn: how many of the S were sampled in it; empty: as the mask's runs say."""
+    turn_rewards: bytes = b""
+    """float32[K]: what the environment gave for each turn; what ``reward`` has beyond them came with the last."""
+    truncated: bool = False
+    """It was cut, and scored as it was."""
 
 
 class TrainGroup(msgspec.Struct, array_like=True, frozen=True):

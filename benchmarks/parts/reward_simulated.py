@@ -20,12 +20,12 @@ GPUS = 16
 STEPS, WARM_UP = 6, 2
 COLD_STARTS_S = (0.5, 2.0, 8.0)
 ASSUMPTIONS = (
-    "Qwen3-8B on GEM-math with a 7B reward model, batch 512 = 64 groups of 8, 32 H800 train (the paper's task; its pools "
-    "and schedule for this experiment are assumed: sync_plus)",
-    f"dedicated: {GPUS // 2} H800 generate and {GPUS // 2} hold the reward model; serverless: {GPUS} generate (the paper: "
-    "'rollout GPUs doubled')",
-    "a reward call takes what the family's distribution gives (docs/simulation-models.md); an instance starts in 0.5, 2 or "
-    "8 s (assumed) and serves one call at a time",
+    "Qwen3-8B on GEM-math with a 7B reward model, batch 512 = 64 groups of 8, 32 H800 train (the paper's task; its "
+    "pools and schedule for this experiment are assumed: sync_plus)",
+    f"dedicated: {GPUS // 2} H800 generate and {GPUS // 2} hold the reward model; serverless: {GPUS} generate (the "
+    "paper: 'rollout GPUs doubled')",
+    "a reward call takes what the family's distribution gives (docs/simulation-models.md); an instance starts in 0.5, "
+    "2 or 8 s (assumed) and serves one call at a time",
     "the elastic pool is decided by the function host's own scaling code, with at most 64 instances",
 )
 

@@ -176,7 +176,9 @@ class BatchMetrics:
     def row(self) -> Row:
         """Of all that were counted in."""
         counts, members = self._counts, self._counts["trajectories"]
+        ages = Counter(self._ages)
         return {
+            **{f"staleness_share/{age}": ages[age] / len(self._ages) for age in sorted(ages)},
             "reward_mean": self._reward / members,
             "success_rate": self._success / members,
             "turns_mean": counts["turns"] / members,
