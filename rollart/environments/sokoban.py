@@ -2,9 +2,9 @@
 
 The policy sees the board, a line a row: ``#`` wall, ``.`` floor, ``$`` box, ``_`` goal, ``*`` box on a goal, ``@``
 player, ``+`` player on a goal.  It answers with moves, one or several of ``L``, ``D``, ``R``, ``U``; a move into a
-wall, or that would push a box into something, does nothing.  Boards are made backwards, by pulling boxes off their goals, so
-that each has a solution, which is known (``Sokoban.solution``).  A solved board is worth 1; a box that comes to
-lie in a corner that is no goal, from where nothing moves it, ends the episode with 0.
+wall, or that would push a box into something, does nothing.  Boards are made backwards, by pulling boxes off their
+goals, so that each has a solution, which is known (``Sokoban.solution``).  A solved board is worth 1; a box that
+comes to lie in a corner that is no goal, from where nothing moves it, ends the episode with 0.
 """
 
 from __future__ import annotations
