@@ -28,6 +28,7 @@ __all__ = [
     "GroupEnded",
     "Moved",
     "Published",
+    "Quarantined",
     "Sampled",
     "Shipped",
     "Started",
@@ -182,6 +183,8 @@ class Evaluated(_Event):
     failed: int
     success: float
     reward: float
+    task_success: dict[str, float] = {}
+    """Of each task, where there are several."""
 
 
 class Ended(_Event):
@@ -189,6 +192,13 @@ class Ended(_Event):
 
     outcome: str
     reason: str
+
+
+class Quarantined(_Event):
+    """A task was taken out of the run, for its groups fail again and again; ``error`` is the last failure."""
+
+    task: str
+    error: str
 
 
 Event = (
@@ -204,6 +214,7 @@ Event = (
     | Swapped
     | Evaluated
     | Ended
+    | Quarantined
 )
 
 _decoder: msgspec.msgpack.Decoder[list[Event]] = msgspec.msgpack.Decoder(list[Event])

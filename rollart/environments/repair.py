@@ -2,8 +2,8 @@
 
 In the manner of SWE-bench (arXiv 2310.06770), at the size of this machine: a small generated package with one mistake
 in it.  The policy answers with shell commands (all of its answer, or the first block in three backticks), sees what
-they print, and says ``submit`` when it is done.  Then the package's files, and nothing else of the policy's, are put beside
-the original tests in a new sandbox, and pytest decides: 1 when every test passes, else 0.
+they print, and says ``submit`` when it is done.  Then the package's files, and nothing else of the policy's, are put
+beside the original tests in a new sandbox, and pytest decides: 1 when every test passes, else 0.
 
 The mistake is made by changing one operator or number of the package; the generator has run the tests with it and
 without it, so that every instance fails at first and can be repaired (``Repair.solution``).

@@ -26,8 +26,9 @@ MOST_NUMBERS = 512
 class Gymnasium(Environment):
     """``id`` as ``gymnasium.make`` takes it, with ``make`` as its keyword arguments.
 
-    ``actions`` names the actions of a ``Discrete`` space, in its order; ``render`` shows ``env.render()`` instead of the
-    observation; ``introduction`` stands before the first one; ``module`` is imported first, where it registers ``id``.
+    ``actions`` names the actions of a ``Discrete`` space, in its order; ``render`` shows ``env.render()`` instead of
+    the observation; ``introduction`` stands before the first one; ``module`` is imported first, where it registers
+    ``id``.
     """
 
     def __init__(

@@ -1,0 +1,74 @@
+"""Environment workers that ended are started again: at once is of no use, so each time later than before."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from rollart.launch.local import Placement
+
+__all__ = ["Restarts"]
+
+FIRST_S = 1.0
+LONGEST_S = 60.0
+SOUND_S = 120.0
+"""A worker that lasted so long begins anew with the first delay."""
+
+
+class Restarts:
+    """The delays of each worker."""
+
+    def __init__(
+        self,
+        most: int,
+        *,
+        start: Callable[[Placement], Awaitable[None]],
+        failed: Callable[[BaseException], None],
+        say: Callable[[str], None],
+    ) -> None:
+        """``most`` restarts in a row; ``start`` starts a worker, and ``failed`` is told when it can't."""
+        self._most = most
+        self._start = start
+        self._failed = failed
+        self._say = say
+        self._tries: dict[str, int] = {}
+        self._ended: dict[str, float] = {}
+        self._pending: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def pending(self) -> bool:
+        """A worker is about to be started again."""
+        return bool(self._pending)
+
+    def ended(self, placement: Placement, why: str) -> bool:
+        """A worker's process ended; whether it is started again."""
+        loop = asyncio.get_running_loop()
+        name, now = placement.name, loop.time()
+        if now - self._ended.get(name, now) > SOUND_S:
+            self._tries[name] = 0
+        tries = self._tries.get(name, 0)
+        self._ended[name] = now
+        if tries >= self._most or name in self._pending:
+            return name in self._pending
+        self._tries[name] = tries + 1
+        delay_s = min(FIRST_S * 2**tries, LONGEST_S)
+        self._say(f"{why}; it is started again in {delay_s:g} s ({tries + 1} of {self._most} times)")
+        self._pending[name] = loop.create_task(self._later(placement, delay_s))
+        return True
+
+    async def _later(self, placement: Placement, delay_s: float) -> None:
+        await asyncio.sleep(delay_s)
+        try:
+            await self._start(placement)
+        except Exception as error:  # the boundary of a launcher: the run can't get its worker back
+            self._failed(error)
+        finally:
+            self._pending.pop(placement.name, None)
+
+    async def close(self) -> None:
+        """Start nothing any more."""
+        tasks = list(self._pending.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
