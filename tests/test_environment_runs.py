@@ -243,7 +243,7 @@ async def test_restarts_back_off_and_end() -> None:
     async def start(placement: Placement) -> None:
         started.append(placement.name)
 
-    restarts = Restarts(3, start=start, failed=lambda error: None, say=said.append)
+    restarts = Restarts(3, start=start, gave_up=lambda name, why: None, say=said.append, patience_s=9)
     placement = Placement("environment-0", "environment", "CPU")
     for delay in ("1 s (1", "2 s (2", "4 s (3"):
         assert restarts.ended(placement, "it fell") and restarts.pending

@@ -172,8 +172,9 @@ class Controller:
         self._restarts = Restarts(
             config.environments.restarts,
             start=self._launcher.start,
-            failed=self.fail,
+            gave_up=self._miss_environments,
             say=self._progress.say,
+            patience_s=config.start_timeout_s,
         )
         schedule = config.rollout.schedule
         bound = bound_of(schedule, config.rollout.staleness_bound, config.rollout.update_at)
@@ -299,6 +300,8 @@ class Controller:
         elif link.state is LinkState.READY and link.role is Role.INFERENCE:
             self.sync.join(link)
         if link.role is Role.ENVIRONMENT:
+            if link.state is LinkState.READY:
+                self._restarts.joined(link.name)
             self.rollout.manager.workers_changed()
 
     def _on_loss(self, link: Link, reason: str) -> None:
@@ -328,7 +331,7 @@ class Controller:
         """Whether each task has a worker, or gets one again; the run can't go on otherwise."""
         if self._end.done() or self._restarts.pending:
             return
-        held = [w.tasks for w in self.switchboard.links.values() if w.role is Role.ENVIRONMENT]
+        held = [w.tasks for w in self.switchboard.of(Role.ENVIRONMENT)]
         for task in self.config.tasks:
             if task.name in self.rollout.source.quarantined:
                 continue
@@ -349,7 +352,8 @@ class Controller:
             return
         self._losses.exited(exit)
         if exit.placement.role == Role.ENVIRONMENT and self.loop is not None:
-            self._restarts.ended(exit.placement, str(exit))
+            if not self._restarts.ended(exit.placement, str(exit)):
+                self._miss_environments(exit.placement.name, str(exit))
         link = self.switchboard.links.get(exit.placement.name)
         if link is not None:
             self.switchboard.lose_soon(link, str(exit))

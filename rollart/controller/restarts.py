@@ -23,21 +23,25 @@ class Restarts:
         most: int,
         *,
         start: Callable[[Placement], Awaitable[None]],
-        failed: Callable[[BaseException], None],
+        gave_up: Callable[[str, str], None],
         say: Callable[[str], None],
+        patience_s: float,
     ) -> None:
-        """``most`` restarts in a row; ``start`` starts a worker, and ``failed`` is told when it can't."""
+        """``most`` restarts in a row; a worker that can't be started, or is not ready ``patience_s`` after its start,
+        is given up: ``gave_up(name, why)``."""
         self._most = most
         self._start = start
-        self._failed = failed
+        self._gave_up = gave_up
         self._say = say
+        self._patience_s = patience_s
+        self._joined: dict[str, asyncio.Event] = {}
         self._tries: dict[str, int] = {}
         self._ended: dict[str, float] = {}
         self._pending: dict[str, asyncio.Task[None]] = {}
 
     @property
     def pending(self) -> bool:
-        """A worker is about to be started again."""
+        """A worker is about to be started again, or to join."""
         return bool(self._pending)
 
     def ended(self, placement: Placement, why: str) -> bool:
@@ -48,8 +52,11 @@ class Restarts:
             self._tries[name] = 0
         tries = self._tries.get(name, 0)
         self._ended[name] = now
-        if tries >= self._most or name in self._pending:
-            return name in self._pending
+        starting = self._pending.pop(name, None)
+        if starting is not None:
+            starting.cancel()
+        if tries >= self._most:
+            return False
         self._tries[name] = tries + 1
         delay_s = min(FIRST_S * 2**tries, LONGEST_S)
         self._say(f"{why}; it is started again in {delay_s:g} s ({tries + 1} of {self._most} times)")
@@ -58,12 +65,26 @@ class Restarts:
 
     async def _later(self, placement: Placement, delay_s: float) -> None:
         await asyncio.sleep(delay_s)
+        name = placement.name
+        joined = self._joined[name] = asyncio.Event()
+        why = ""
         try:
-            await self._start(placement)
-        except Exception as error:  # the boundary of a launcher: the run can't get its worker back
-            self._failed(error)
-        finally:
-            self._pending.pop(placement.name, None)
+            async with asyncio.timeout(self._patience_s):
+                await self._start(placement)
+                await joined.wait()
+        except TimeoutError:
+            why = f"it was not ready within {self._patience_s:g} s"
+        except OSError as error:
+            why = f"it can't be started: {error}"
+        del self._pending[name]
+        if why:
+            self._gave_up(name, why)
+
+    def joined(self, name: str) -> None:
+        """A worker is ready."""
+        event = self._joined.pop(name, None)
+        if event is not None:
+            event.set()
 
     async def close(self) -> None:
         """Start nothing any more."""
