@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from rollart.environments import Environment, Turn
@@ -19,9 +20,9 @@ class Misbehaving(Environment):
         self.mark = mark
 
     def reset(self, seed: int, split: str) -> str:
-        if self.how == "dies" and not os.path.exists(self.mark):
-            with open(self.mark, "w"):
-                os._exit(7)
+        if self.how == "dies" and not Path(self.mark).exists():
+            Path(self.mark).touch()
+            os._exit(7)
         return "go"
 
     def step(self, action: str) -> Turn:
@@ -45,7 +46,7 @@ class Misbehaving(Environment):
     def floods(self) -> Turn:
         try:
             for _ in range(100_000):
-                print("x" * 1000)
+                print("x" * 1000)  # noqa: T201
         except Exception:
             pass  # it does not even notice
         return self.good()

@@ -351,9 +351,9 @@ class Controller:
         if self._end.done():
             return
         self._losses.exited(exit)
-        if exit.placement.role == Role.ENVIRONMENT and self.loop is not None:
-            if not self._restarts.ended(exit.placement, str(exit)):
-                self._miss_environments(exit.placement.name, str(exit))
+        environment = exit.placement.role == Role.ENVIRONMENT and self.loop is not None
+        if environment and not self._restarts.ended(exit.placement, str(exit)):
+            self._miss_environments(exit.placement.name, str(exit))
         link = self.switchboard.links.get(exit.placement.name)
         if link is not None:
             self.switchboard.lose_soon(link, str(exit))
