@@ -21,6 +21,7 @@ from rollart.config_section import (
     Section,
     Share,
 )
+from rollart.config_tasks import Dataset, TaskSampling, weight_at
 
 __all__ = [
     "Algorithm",
@@ -110,6 +111,8 @@ class Model(Section, frozen=True, kw_only=True):
 
     path: str | None = None
     random: RandomModel | None = None
+    chat_template: str | None = None
+    """A Jinja file that renders messages, instead of the folder's own template; for environments that use messages."""
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.random is None):
@@ -127,20 +130,44 @@ class Task(Section, frozen=True, kw_only=True):
     """Keyword arguments of the class."""
     weight: PositiveFloat = 1.0
     """Share of the groups, relative to the other tasks' weights."""
+    curriculum: dict[int, NonNegativeFloat] = {}
+    """Instead of ``weight``: train_step → weight, linear between the steps, such as ``{0: 1, 100: 0}``."""
+    dataset: Dataset | None = None
+    """The instances are rows of it, and not drawn by seed."""
+    interpreter: str | None = None
+    """The Python of its environment workers, where its packages clash with this run's; rollart must be installed
+    there (without dependencies, beside msgspec, PyYAML, pyzmq and tokenizers)."""
+    chat: bool = False
+    """The environment's texts are a user's messages, by the model's chat template."""
     max_turns: PositiveInt = 8
     """A trajectory is cut, and scored as it is, after this many turns."""
+    context_tokens: PositiveInt | None = None
+    """Tokens of prompt and answers together; by default, and at most, ``inference.max_model_len``."""
     reset_timeout_s: PositiveFloat = 60.0
     step_timeout_s: PositiveFloat = 60.0
+    episode_timeout_s: PositiveFloat | None = None
+    """A trajectory that has taken longer when its environment answers is cut, and scored as it is."""
+    sampling: TaskSampling = TaskSampling()
+    max_failed_groups: PositiveInt = 8
+    """So many groups in a row that end without a sample for its failures take the task out of the run, with its
+    error; the last task that is left stops the run by ``rollout.max_failed_groups`` instead."""
     reward: Reward | list[Reward] | None = None
     """What scores its trajectories, or several whose weighted scores are summed (docs/rewards.md); by default the
     sum of the environment's own rewards."""
-
     algorithm: Algorithm | None = None
     """In place of the run's ``algorithm``, the whole section."""
 
     def __post_init__(self) -> None:
+        if self.curriculum and self.weight != 1.0:
+            raise ValueError("weight does nothing beside curriculum")
+        if any(step < 0 for step in self.curriculum):
+            raise ValueError("curriculum's steps must be at least 0")
         if self.reward == []:
             raise ValueError("reward is an empty list: leave it out for the environment's own rewards")
+
+    def weight_at(self, step: int) -> float:
+        """Its share of the groups at train_step ``step``."""
+        return weight_at(self.curriculum, step) if self.curriculum else self.weight
 
     @property
     def rewards(self) -> list[Reward]:
@@ -421,6 +448,14 @@ class Environments(Section, frozen=True, kw_only=True):
     """Environments of one worker that act at the same time."""
     max_sessions: PositiveInt = 4096
     """Episodes a worker holds at once."""
+    warm_groups: NonNegativeInt = 0
+    """Groups whose environments are reset before the staleness bound admits them, so that nobody waits for it."""
+    backoff_s: NonNegativeFloat = 0.2
+    """An episode that begins again after an infrastructure failure waits so long, then twice as long, and so on."""
+    restarts: NonNegativeInt = 8
+    """Times in a row that a worker that ended is started again: after 1 s, then 2 s, and so on."""
+    max_output_mib: PositiveFloat = 16.0
+    """What one episode may print; more fails it.  It goes to the worker's log."""
 
 
 class Evaluation(Section, frozen=True, kw_only=True):
@@ -473,6 +508,19 @@ class Config(Section, frozen=True, kw_only=True):
         repeated = {name for name in names if names.count(name) > 1}
         if repeated:
             raise ValueError(f"task names must differ: {', '.join(sorted(repeated))} is there twice")
+        for step in sorted({step for task in self.tasks for step in task.curriculum}):
+            if not any(task.weight_at(step) for task in self.tasks):
+                raise ValueError(f"at step {step} the curriculum gives every task the weight 0")
+        for task in self.tasks:
+            if (task.context_tokens or 0) > self.inference.max_model_len:
+                raise ValueError(
+                    f"task {task.name}: context_tokens ({task.context_tokens}) is beyond inference.max_model_len "
+                    f"({self.inference.max_model_len})"
+                )
+            if (task.sampling.max_tokens or 0) >= (task.context_tokens or self.inference.max_model_len):
+                raise ValueError(
+                    f"task {task.name}: sampling.max_tokens ({task.sampling.max_tokens}) leaves no room for a prompt"
+                )
         if self.heartbeat_timeout_s <= 2 * self.heartbeat_s:
             raise ValueError("heartbeat_timeout_s must be more than twice heartbeat_s")
         if self.model.random and self.inference.max_model_len > self.model.random.max_position_embeddings:

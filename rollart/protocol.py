@@ -155,6 +155,8 @@ class Ready(Message):
     capacity: int
     """Requests the worker serves at once."""
     facts: dict[str, str]
+    tasks: list[str] = []
+    """The tasks that an environment worker holds episodes of; empty: all."""
 
 
 class Beat(Message):

@@ -29,6 +29,7 @@ __all__ = [
     "Moved",
     "Published",
     "Pulled",
+    "Quarantined",
     "Sampled",
     "Shipped",
     "Started",
@@ -198,6 +199,8 @@ class Evaluated(_Event):
     failed: int
     success: float
     reward: float
+    task_success: dict[str, float] = {}
+    """Of each task, where there are several."""
 
 
 class Ended(_Event):
@@ -205,6 +208,13 @@ class Ended(_Event):
 
     outcome: str
     reason: str
+
+
+class Quarantined(_Event):
+    """A task was taken out of the run, for its groups fail again and again; ``error`` is the last failure."""
+
+    task: str
+    error: str
 
 
 Event = (
@@ -221,6 +231,7 @@ Event = (
     | Evaluated
     | Pulled
     | Ended
+    | Quarantined
 )
 
 _decoder: msgspec.msgpack.Decoder[list[Event]] = msgspec.msgpack.Decoder(list[Event])

@@ -20,6 +20,7 @@ from rollart.protocol import VersionRun
 
 __all__ = ["BatchMetrics", "Metrics", "MetricsFile", "Row", "trained_runs"]
 
+TASK_MEANS = ("trajectories", "reward_mean", "success_rate", "turns_mean", "truncated_share")
 Row = dict[str, float | int | str | None]
 
 
@@ -86,6 +87,8 @@ class Metrics:
                 self._step["groups_filtered"] += 1
             case events.GroupEnded(outcome="incomplete"):
                 self._step["groups_incomplete"] += 1
+            case events.Quarantined():
+                self._step["tasks_quarantined"] += 1
             case _:
                 pass
 
@@ -153,13 +156,18 @@ class BatchMetrics:
         self._mixed = mixed
         self._counts: Counter[str] = Counter()
         self._reward = self._success = 0.0
+        self._tasks: dict[str, list[float]] = {}
+        """Of each task: trajectories, rewards, successes, turns, truncated ones."""
         self._lag_max = self._lag_sum = self._tokens = 0
 
     def add(self, group: Group) -> None:
         """Count in a group of the batch; each has its turn, since a large batch takes a while."""
         counts = self._counts
         counts["groups_short"] += len(group.scored) < self._whole
+        task = self._tasks.setdefault(group.task, [0.0] * len(TASK_MEANS))
         for t in group.scored:
+            for at, value in enumerate((1, t.score, _succeeded(t), t.turns, bool(t.truncated))):
+                task[at] += value
             self._reward += t.score
             self._success += _succeeded(t)
             counts["turns"] += t.turns
@@ -190,7 +198,20 @@ class BatchMetrics:
             "trajectories_of_several_versions": counts["of_several_versions"],
             "truncated": counts["truncated"],
             "groups_short": counts["groups_short"],
+            **self._of_tasks(),
         }
+
+    def _of_tasks(self) -> Row:
+        """The same of each task, where the batch has several."""
+        if len(self._tasks) < 2:
+            return {}
+        row: Row = {}
+        for task, sums in sorted(self._tasks.items()):
+            row[f"task/{task}/trajectories"] = int(sums[0])
+            row.update(
+                (f"task/{task}/{name}", s / sums[0]) for name, s in zip(TASK_MEANS[1:], sums[1:], strict=True)
+            )
+        return row
 
 
 def _succeeded(trajectory: Trajectory) -> float:

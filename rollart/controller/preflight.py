@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import shutil
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -10,10 +12,11 @@ from importlib.util import find_spec
 
 import msgspec
 
-from rollart.config import Config, StoreKind
+from rollart.config import Config, StoreKind, Task
 from rollart.config_rewards import Reward
 from rollart.controller.reward_backends import backends
 from rollart.errors import ConfigError
+from rollart.launch.local import import_path
 from rollart.serverless import Declaration
 
 __all__ = ["check_environments", "check_packages", "resolve_rewards"]
@@ -75,12 +78,29 @@ def _found(module: str) -> bool:
 
 def check_environments(config: Config) -> None:
     """``ConfigError`` when a task's environment can't be loaded with its options, or is not to be found."""
+    by_python: dict[str, list[Task]] = {}
+    for task in config.tasks:
+        by_python.setdefault(task.interpreter or "", []).append(task)
+    for python, tasks in by_python.items():
+        if python and shutil.which(python) is None:
+            raise ConfigError(f"task {tasks[0].name}: there is no interpreter {python}")
+        _check_tasks(config, python, tasks)
+
+
+def _check_tasks(config: Config, python: str, wanted: list[Task]) -> None:
+    """Those of one interpreter."""
     # In a process of its own: an environment's module may import anything, and this process stays small.
-    command = [sys.executable, "-m", "rollart.environments.check"]
-    tasks = msgspec.json.encode(config.tasks)
+    command = [python or sys.executable, "-m", "rollart.environments.check"]
+    tasks = msgspec.json.encode(wanted)
+    environment = {**os.environ, **import_path()} if python else None
     try:
         result = subprocess.run(
-            command, input=tasks, capture_output=True, check=False, timeout=config.start_timeout_s
+            command,
+            input=tasks,
+            capture_output=True,
+            check=False,
+            timeout=config.start_timeout_s,
+            env=environment,
         )
     except subprocess.TimeoutExpired:
         raise ConfigError(

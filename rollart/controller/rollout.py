@@ -69,18 +69,20 @@ class Rollout:
         self._limits = {
             task.name: Limits(
                 max_turns=task.max_turns,
-                max_tokens=config.sampling.max_tokens,
-                context_tokens=config.inference.max_model_len,
+                max_tokens=task.sampling.max_tokens or config.sampling.max_tokens,
+                context_tokens=task.context_tokens or config.inference.max_model_len,
                 retries=config.rollout.retries,
             )
             for task in config.tasks
         }
-        source = TaskSource(config.tasks, config.seed)
+        self.source = TaskSource(config.tasks, config.seed)
+        self._last_failure: dict[str, str] = {}
+        """Of each task."""
         self.buffer = SampleBuffer(
             _policy(config),
             bound,
             versions,
-            draw_task=source.draw,
+            draw_task=lambda: self.source.draw(versions.n),
             make=self._make_train,
             on_group_end=self._group_ended,
         )
@@ -127,6 +129,10 @@ class Rollout:
         if len(self.buffer.groups) - before == GROUPS_AT_ONCE and not self._admit_soon:
             self._admit_soon = True
             asyncio.get_running_loop().call_soon(self._admit_more)
+        elif warm := self._config.environments.warm_groups:
+            rollout = self._config.rollout
+            coming = self.source.peek(warm, self._versions.n)
+            self.manager.warm.prepare(coming, rollout.group_size + rollout.redundant_members)
 
     def _admit_more(self) -> None:
         self._admit_soon = False
@@ -232,6 +238,8 @@ class Rollout:
     def _moved(self, trajectory: Trajectory, before: State, reason: Reason) -> None:
         self._metrics.moved(trajectory, before, reason)
         detail = trajectory.detail if trajectory.state in (State.FAILED, State.PENDING) else ""
+        if trajectory.state is State.FAILED:
+            self._last_failure[trajectory.task] = trajectory.detail
         self._run.write(
             events.Moved(
                 self._run.clock(),
@@ -301,6 +309,17 @@ class Rollout:
                 group.dispatched,
             )
         )
+        if outcome in ("shipped", "filtered"):
+            self.source.group_succeeded(group.task)
+        elif outcome == "incomplete" and group.failures:
+            self._count_failure(group.task)
+
+    def _count_failure(self, task: str) -> None:
+        """Its groups fail: after so many in a row it is taken out, and the others go on."""
+        error = self._last_failure.get(task, "")
+        if self.source.group_failed(task, error):
+            self.manager.warm.drop(task)
+            self._run.write(events.Quarantined(self._run.clock(), task, error))
 
 
 def _policy(config: Config) -> GroupPolicy:

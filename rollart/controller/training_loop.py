@@ -279,6 +279,7 @@ class TrainingLoop:
         }
         if result.failed:
             row["eval_failed"] = result.failed
+        row.update((f"task/{task}/eval_success", value) for task, value in result.task_success.items())
         return row
 
     async def _finish(self, row: Row) -> None:

@@ -205,8 +205,10 @@ class Trajectory:
         self.move(State.RESETTING)
         return Next.RESET
 
-    def observed(self, ids: bytes, reward: float, done: bool, info: dict[str, float]) -> Next:
-        """The environment answered a reset or a step."""
+    def observed(
+        self, ids: bytes, reward: float, done: bool, info: dict[str, float], *, overdue: bool = False
+    ) -> Next:
+        """The environment answered a reset or a step; an ``overdue`` trajectory takes no more turns."""
         self.reward += reward
         if self.state is State.STEPPING:
             self.turn_rewards += pack_floats((reward,))
@@ -221,10 +223,13 @@ class Trajectory:
                 Reason.CONTEXT_OVERFLOW,
                 f"the first observation has {count} tokens, the context {self.limits.context_tokens}",
             )
-        if done or not fits or self.turns >= self.limits.max_turns:
+        overdue = overdue and self.turns > 0
+        if done or not fits or overdue or self.turns >= self.limits.max_turns:
             # The last observation has no answer after it, so nothing in it is ever trained on.
             if not done:
                 self.truncated = "max_turns" if self.turns >= self.limits.max_turns else "context"
+                if overdue and fits:
+                    self.truncated = "deadline"
             self.move(State.SCORING)
             return Next.SCORE
         # Not +=, which would leave room for an eighth more.

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -37,6 +38,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--connect", metavar="ADDRESS", help="the controller, instead of the file's address")
     parser.add_argument("--name", help="unique in the run; by default random")
     parser.add_argument("--hardware-class", default="CPU", help="e.g. H800, H20, CPU")
+    parser.add_argument(
+        "--tasks", metavar="NAME,…", help="of an environment worker: the tasks it holds; by default all"
+    )
     parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
@@ -60,8 +64,24 @@ def main() -> int:
         peer = msgspec.structs.replace(peer, address=options.connect)
     module, _, name = ROLES[options.role].partition(":")
     worker_class: type[Worker] = getattr(importlib.import_module(module), name)
-    worker = worker_class(ZmqDialer(peer), name=options.name, hardware_class=options.hardware_class)
+    own: dict[str, Any] = {"tasks": options.tasks.split(",")} if options.tasks else {}
+    worker = worker_class(ZmqDialer(peer), name=options.name, hardware_class=options.hardware_class, **own)
+    if options.role == "environment":
+        return _run_environments(worker)
     return asyncio.run(_run(worker))
+
+
+def _run_environments(worker: Worker) -> int:
+    """In this process foreign code runs: what it prints is bounded, and no process of it stays behind."""
+    from rollart.processes import adopt_orphans, end_all
+    from rollart.workers.output import pumped
+
+    adopt_orphans()
+    try:
+        with pumped():
+            return asyncio.run(_run(worker))
+    finally:
+        end_all()
 
 
 async def _run(worker: Worker) -> int:
