@@ -208,10 +208,10 @@ def tables(report: Row) -> dict[str, str]:
             text=3,
         )
     ]
+    times = ("pull_s", "suspend_s", "pause_s", "load_s")
     pauses += [
-        f"| {row['store']} | {row['pullers']} | {row['network']} | {figure(row['pull_s'])} | {figure(row['suspend_s'])} | {figure(row['pause_s'])} "
-        f"| {figure(row['load_s'])} | {row['pause_s'] / row['load_s']:.2f} "
-        f"| {figure(row['canary_s'])} |"
+        f"| {row['store']} | {row['pullers']} | {row['network']} | {' | '.join(figure(row[name]) for name in times)} "
+        f"| {row['pause_s'] / row['load_s']:.2f} | {figure(row['canary_s'])} |"
         for row in report["pause_rows"]
     ]
     deltas = [heading(["changed", "moved", "publish s", "pull s", "pull s, whole"], text=0)]
