@@ -1,8 +1,8 @@
 """How many instances of a function there should be.  Numbers in, numbers out: the simulation decides with it too.
 
-An instance is paid from its start to its end.  So another one is started only when the calls that wait would keep it
-busy for several times what its start costs.  One without calls stays for as long as a start takes: whoever rents what
-he could buy pays at most twice what is needed (ski rental, Karlin et al. 1988).  And it ends at once where the next
+An instance is paid from its start to its end. So another one is started only when the calls that wait would keep it
+busy for several times what its start costs. One without calls stays for as long as a start takes: whoever rents what
+he could buy pays at most twice what is needed (ski rental, Karlin et al. 1988). And it ends at once where the next
 call for it is farther away than that on average, for when calls come at random, waiting brings none nearer.
 """
 
