@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from rollart.config import Config
+from rollart.config import Config, Schedule
+from rollart.config_rewards import Reward
 from rollart.launch.local import Placement
 from rollart.simulation.engine import BatchingEngine, EngineCosts
 from rollart.simulation.faults import Fault, FaultKind
@@ -82,7 +83,7 @@ class Scenario(msgspec.Struct, frozen=True):
 def draw_scenario(seed: int) -> Scenario:
     """The scenario of ``seed``."""
     rng = random.Random(f"scenario {seed}")
-    config = _config(rng)
+    config = _with_rewards(_config(rng), random.Random(f"rewards {seed}"))
     families = {task.name: _family(rng) for task in config.tasks}
     train_s, latency_s = rng.uniform(0.1, 8.0), rng.choice([0.0, 0.0005, 0.02])
     jitter = random.Random(f"network {seed}")
@@ -174,6 +175,24 @@ def _config(rng: random.Random) -> Config:
     if raw["evaluation"]["episodes"] and rng.random() < 0.5:
         raw["evaluation"]["every"] = 2
     return msgspec.convert(raw, Config)
+
+
+def _with_rewards(config: Config, rng: random.Random) -> Config:
+    """In a third of the scenarios the first task is scored by the reward client, by trajectory or by group."""
+    if rng.random() < 2 / 3:
+        return config
+    group = config.rollout.schedule is not Schedule.SYNC and rng.random() < 0.6
+    raw = {
+        "url": "http://simulated/score",
+        "scope": "group" if group else "trajectory",
+        "concurrency": rng.choice([1, 4, None]),
+        "batch": None if group else rng.choice([None, 3]),
+        "hedge_after_s": rng.choice([None, 0.3]),
+        "retries": 8,
+    }
+    reward = msgspec.convert(raw, Reward)
+    first, *others = config.tasks
+    return msgspec.structs.replace(config, tasks=[msgspec.structs.replace(first, reward=reward), *others])
 
 
 def _family(rng: random.Random) -> Family:
