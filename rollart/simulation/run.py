@@ -137,7 +137,11 @@ class _Run:
             self.network.taps.append(self.wire.hear)
         self.output = MemoryOutput()
         self.invariants = Invariants()
-        self.isolation = Isolation(befell=self.injector.befell.__contains__, troubled=self.world.troubled)
+        self.isolation = Isolation(
+            befell=self.injector.befell.__contains__,
+            troubled=self.world.troubled,
+            session_of=lambda trajectory: self.controller.rollout.manager.session_of(trajectory),
+        )
         self.launcher: SimLauncher
         self.outcome, self.cause = "broken", ""
         self.controller: Controller
