@@ -12,9 +12,10 @@ if TYPE_CHECKING:
     from rollart.controller.configuration import load_config
     from rollart.embedding import run
     from rollart.errors import ConfigError, RollArtError, RunError
+    from rollart.serverless import register_serverless
 
 __version__ = "0.1.0"
-__all__ = ["Config", "ConfigError", "RollArtError", "RunError", "load_config", "run"]
+__all__ = ["Config", "ConfigError", "RollArtError", "RunError", "load_config", "register_serverless", "run"]
 
 _HOMES = {
     "Config": "rollart.config",
@@ -22,6 +23,7 @@ _HOMES = {
     "RollArtError": "rollart.errors",
     "RunError": "rollart.errors",
     "load_config": "rollart.controller.configuration",
+    "register_serverless": "rollart.serverless",
     "run": "rollart.embedding",
 }
 

@@ -23,6 +23,7 @@ async def run(config: Config, *, stream: TextIO | None = None) -> Path:
     ``ConfigError`` when it can't begin.
     """
     preflight.check_environments(config)
+    config = preflight.resolve_rewards(config)
     preflight.check_packages(config)
     folder = RunFolder.choose(config)
     outcome = await run_locally(config, folder, stream=stream or sys.stdout)

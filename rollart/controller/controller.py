@@ -26,7 +26,8 @@ from rollart.controller.metrics import Metrics
 from rollart.controller.progress import Progress
 from rollart.controller.resource_manager import ResourceManager
 from rollart.controller.restarts import Restarts
-from rollart.controller.rewards import RewardClient, Rewards
+from rollart.controller.reward_backends import backends
+from rollart.controller.rewards import OwnRewards, RewardClient, Rewards
 from rollart.controller.rollout import Rollout
 from rollart.controller.run_context import RunContext
 from rollart.controller.run_folder import RunOutput
@@ -75,6 +76,17 @@ class Launcher(Protocol):
         """What a worker's log says last."""
 
 
+class FunctionsAddress(Protocol):
+    """Where the local function host is."""
+
+    token: str
+    """What it wants to be told by whoever calls."""
+
+    @property
+    def address(self) -> str:
+        """``http://HOST:PORT``, as it is now: a host that is started again has another."""
+
+
 class Controller:
     """One run.
 
@@ -92,11 +104,13 @@ class Controller:
         vocabulary_size: int,
         rewards: Rewards | None = None,
         store_master: str = "",
+        functions: FunctionsAddress | None = None,
         unix_time: Callable[[], float] = time.time,
     ) -> None:
         """``folder`` is created; ``launch(on_exit)`` makes the launcher of the workers; ``vocabulary_size``
-        is the model's; ``rewards`` scores trajectories, by default with their environment's own rewards;
-        ``store_master`` is the Mooncake master's address, where weights travel through one."""
+        is the model's; ``rewards`` scores trajectories, by default as the tasks' ``reward`` sections say;
+        ``store_master`` is the Mooncake master's address, where weights travel through one; ``functions`` is
+        the function host, where a reward is ``local``."""
         self.config = config
         self.folder = folder
         self.model_dir = Path(config.model.path).absolute() if config.model.path else folder.model
@@ -104,7 +118,9 @@ class Controller:
         self._launch = launch
         self._progress = progress
         self._vocabulary_size = vocabulary_size
-        self._rewards = rewards or RewardClient()
+        self._own_rewards = rewards
+        self._functions = functions
+        self._rewards: Rewards
         self._store_master = store_master
         self._unix_time = unix_time
         self.events = events.EventLog(folder.open_events())
@@ -178,6 +194,7 @@ class Controller:
         )
         schedule = config.rollout.schedule
         bound = bound_of(schedule, config.rollout.staleness_bound, config.rollout.update_at)
+        self._rewards = self._own_rewards or self._make_rewards()
         self._losses = Losses(fail=self._end_with, tail=self._launcher.tail)
         self.switchboard = Switchboard(
             self._transport,
@@ -219,6 +236,17 @@ class Controller:
                 schedule,
             )
         )
+
+    def _make_rewards(self) -> Rewards:
+        if not any(task.rewards for task in self.config.tasks):
+            return OwnRewards()
+        host = self._functions
+        make = backends(
+            local=lambda: host.address if host is not None else "",
+            local_token=host.token if host is not None else "",
+        )
+        run_id = self.folder.store.name if self.folder.store is not None else self.config.name
+        return RewardClient(self.config, make, run_id=run_id, bug=self.fail)
 
     def _welcome(self) -> Welcome:
         config = self.config
@@ -384,6 +412,7 @@ class Controller:
         with _recorded("ending the trajectories"):
             self.rollout.close(Reason.SHUTDOWN)
             await self.rollout.manager.close()
+            await self._rewards.close()
         with _recorded("ending the training loop"):
             if self.loop is not None:
                 await self.loop.close()

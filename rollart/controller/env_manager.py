@@ -263,7 +263,7 @@ class EnvManager:
         try:
             score = await self._rewards.score(trajectory)
         except RewardError as error:
-            return trajectory.failed(Reason.REWARD_ERROR, str(error), retry=False)
+            return trajectory.failed(error.reason, str(error), retry=False)
         return trajectory.scored(score)
 
     def _ask(self, link: Link, request: Reset | Step, task: str) -> Coroutine[None, None, Observation]:
@@ -283,6 +283,8 @@ class EnvManager:
                 Reason.ENV_ERROR, f"{link.name}: {len(seen.ids)} bytes are no ids", retry=True
             )
         link.failures_in_a_row = 0
+        if trajectory.record is not None:
+            trajectory.record.observed(seen)
         due = self._due.get(trajectory.id)
         overdue = due is not None and asyncio.get_running_loop().time() > due
         return trajectory.observed(seen.ids, seen.reward, seen.done, seen.info, overdue=overdue)

@@ -28,6 +28,7 @@ __all__ = [
     "GroupEnded",
     "Moved",
     "Published",
+    "Pulled",
     "Quarantined",
     "Sampled",
     "Shipped",
@@ -174,6 +175,21 @@ class Swapped(_Event):
     in_flight: int
 
 
+class Pulled(_Event):
+    """A worker brought a version to its host, in ``seconds``, or left it for a newer one.
+
+    ``size_bytes`` is the version's, ``moved_bytes`` what came from elsewhere; ``refetched`` buckets came twice.
+    """
+
+    worker: str
+    version: int
+    seconds: float
+    superseded: bool
+    size_bytes: int
+    moved_bytes: int
+    refetched: int
+
+
 class Evaluated(_Event):
     """Greedy episodes on the held-out split, all sampled by ``version``."""
 
@@ -213,6 +229,7 @@ Event = (
     | Published
     | Swapped
     | Evaluated
+    | Pulled
     | Ended
     | Quarantined
 )

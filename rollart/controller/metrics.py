@@ -38,6 +38,7 @@ class Metrics:
         self._turns: Counter[str] = Counter()
         """Of the trajectories that ended, by the name of their count in ``_step``."""
         self._swaps: list[events.Swapped] = []
+        self._pulls: list[events.Pulled] = []
         self._started = clock()
 
     def dispatched(self, trajectory: Trajectory) -> None:
@@ -80,6 +81,8 @@ class Metrics:
                     self._step["generations_spanning_updates"] += 1
             case events.Swapped():
                 self._swaps.append(event)
+            case events.Pulled():
+                self._pulls.append(event)
             case events.GroupEnded(outcome="filtered"):
                 self._step["groups_filtered"] += 1
             case events.GroupEnded(outcome="incomplete"):
@@ -93,8 +96,9 @@ class Metrics:
         """The counts since the last call, with rates; a new step begins."""
         now = self._clock()
         seconds = max(now - self._started, 1e-9)
-        step, turns, swaps = self._step, self._turns, self._swaps
-        self._step, self._turns, self._swaps, self._started = Counter(), Counter(), [], now
+        step, turns, swaps, pulls = self._step, self._turns, self._swaps, self._pulls
+        self._step, self._turns, self._started = Counter(), Counter(), now
+        self._swaps, self._pulls = [], []
         row: Row = {
             "step_seconds": round(seconds, 4),
             "tokens_per_second": round(step["tokens_sampled"] / seconds, 1),
@@ -107,6 +111,7 @@ class Metrics:
             row["weight_pull_seconds"] = round(max(s.pull_s for s in swaps), 4)
             row["weight_pause_seconds"] = round(max(s.suspend_s + s.update_s + s.resume_s for s in swaps), 4)
             row["canary_gap_max"] = max(s.canary_gap for s in swaps)
+        row.update(_weights_row(pulls))
         return row
 
     def take_refusals(self) -> Row:
@@ -114,6 +119,22 @@ class Metrics:
         totals = Counter(self._refusals())
         new, self._told = totals - self._told, totals
         return dict(new)
+
+
+def _weights_row(pulls: Sequence[events.Pulled]) -> Row:
+    """What pulling weights came to."""
+    whole = [pull for pull in pulls if not pull.superseded]
+    row: Row = {
+        "weight_pulls_superseded": len(pulls) - len(whole),
+        "weight_buckets_refetched": sum(pull.refetched for pull in pulls),
+    }
+    row = {name: count for name, count in row.items() if count}
+    if whole:
+        seconds, size = sum(pull.seconds for pull in whole), sum(pull.size_bytes for pull in whole)
+        row["weight_pulled_bytes"] = size
+        row["weight_moved_bytes"] = sum(pull.moved_bytes for pull in whole)
+        row["weight_pull_gb_per_second"] = round(size / max(seconds, 1e-9) / 1e9, 4)
+    return row
 
 
 def trained_runs(trajectory: Trajectory, mixed: MixedVersions) -> list[VersionRun]:
@@ -163,7 +184,9 @@ class BatchMetrics:
     def row(self) -> Row:
         """Of all that were counted in."""
         counts, members = self._counts, self._counts["trajectories"]
+        ages = Counter(self._ages)
         return {
+            **{f"staleness_share/{age}": ages[age] / len(self._ages) for age in sorted(ages)},
             "reward_mean": self._reward / members,
             "success_rate": self._success / members,
             "turns_mean": counts["turns"] / members,

@@ -16,6 +16,8 @@ from rollart.controller.env_manager import EnvManager
 from rollart.controller.evaluation import Evaluation
 from rollart.controller.llm_proxy import Answer, LLMProxy
 from rollart.controller.metrics import Metrics
+from rollart.controller.record import Record
+from rollart.controller.reward_groups import GroupMembers
 from rollart.controller.rewards import Rewards
 from rollart.controller.run_context import RunContext
 from rollart.controller.sample_buffer import Group, GroupPolicy, Orders, SampleBuffer
@@ -48,6 +50,7 @@ class Rollout:
     ) -> None:
         self._config = config
         self._bound = bound
+        self.rewards = rewards
         self._proxy = proxy
         self._versions = versions
         self._run = run
@@ -83,6 +86,7 @@ class Rollout:
             make=self._make_train,
             on_group_end=self._group_ended,
         )
+        rewards.attach(self._members)
         self.manager = EnvManager(
             config,
             switchboard,
@@ -208,9 +212,17 @@ class Rollout:
             observer=self._observer,
         )
         self._next_id += 1
+        if self.rewards.reads(task):
+            trajectory.record = Record()
         self._metrics.dispatched(trajectory)
         self._run.write(events.Dispatched(self._run.clock(), trajectory.id, group, member, task, seed, kind))
         return trajectory
+
+    def _members(self, group: int) -> GroupMembers | None:
+        found = self.buffer.groups.get(group)
+        if found is None:
+            return None
+        return GroupMembers(self.buffer.policy.size, found.scored, list(found.in_flight.values()))
 
     def _carry_out(self, orders: Orders) -> None:
         for trajectory in orders.stop:
@@ -241,8 +253,11 @@ class Rollout:
                 trajectory.tokens,
             )
         )
-        if trajectory.state.ended and trajectory.kind is Kind.EVAL:
-            self._eval.pop(trajectory.id, None)
+        if trajectory.state.ended:
+            if trajectory.kind is Kind.EVAL:
+                self._eval.pop(trajectory.id, None)
+            else:
+                self.rewards.changed(trajectory.group)
 
     def _sampled(self, trajectory: Trajectory, answer: Answer) -> None:
         generated = answer.generated

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from rollart.environments.environment import ChatMessage, Turn
 
-__all__ = ["CheckedTurn", "WrongAnswer", "check_first", "check_turn"]
+__all__ = ["CheckedTurn", "WrongAnswer", "check_first", "check_turn", "plain_text"]
 
 MOST_CHARACTERS_PER_TOKEN = 256
 """No tokenizer in use has longer tokens: a text beyond that many a token of the context can't fit, whatever it says."""
@@ -61,6 +61,13 @@ def check_turn(answer: object, context_tokens: int) -> CheckedTurn:
         raise WrongAnswer(f"returned a Turn whose info is {_kind(answer.info)}; it must map names to numbers")
     info = {str(name): _number(value, f"info[{name!r}]") for name, value in answer.info.items()}
     return CheckedTurn(seen, reward, answer.done, info)
+
+
+def plain_text(seen: str | list[ChatMessage]) -> str:
+    """What was shown, for those who read texts: of messages their contents, a paragraph each."""
+    return (
+        seen if isinstance(seen, str) else "\n\n".join(str(message.get("content") or "") for message in seen)
+    )
 
 
 def _messages(value: Sequence[object], what: str, context_tokens: int) -> list[ChatMessage]:

@@ -64,6 +64,10 @@ class Environment:
     ``reset``.  Any exception but ``Unavailable`` ends the episode as failed, and no other one.
     """
 
+    reference: str = ""
+    """What rewards may compare the answers with (a solution, tests, any text); the policy never sees it.  An
+    environment sets it in ``reset``, if it has one, or later."""
+
     tools: Sequence[Mapping[str, Any]] = ()
     """What the policy may call, as JSON schemas in the form of chat templates; for episodes of messages."""
 

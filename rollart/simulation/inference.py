@@ -17,6 +17,7 @@ from rollart.protocol import (
     Generated,
     Message,
     Pull,
+    Pulled,
     Ready,
     Resume,
     Role,
@@ -95,7 +96,7 @@ class SimInference(Worker):
                 if reference in self._world.lost:
                     raise Lost(f"a bucket of {reference} is not in the store")
                 self._pulled = max(self._pulled, version)
-                return Done(seq)
+                return Pulled(seq, 0)
             case Suspend(seq=seq):
                 self._suspended = True
                 still_at = self.engine.suspend(self._now())

@@ -1,4 +1,7 @@
-"""``python -m rollart.workers ROLE --key-file FILE``: one worker process."""
+"""``python -m rollart.workers ROLE --key-file FILE``: one worker process.
+
+``python -m rollart.workers functions FUNCTION…`` is the local function host, which speaks HTTP instead.
+"""
 
 from __future__ import annotations
 
@@ -44,6 +47,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     """Run the worker; the exit code."""
+    if sys.argv[1:2] == ["functions"]:
+        from rollart.workers.functions.command_line import main as serve_functions
+
+        return serve_functions(sys.argv[2:])
     options = parse()
     if options.parent:
         die_with_parent(options.parent)

@@ -15,10 +15,10 @@ from typing import Any
 
 from rollart.config import Task
 from rollart.environments.action import Action
-from rollart.environments.answers import WrongAnswer, check_first, check_turn
+from rollart.environments.answers import WrongAnswer, check_first, check_turn, plain_text
 from rollart.environments.chat_template import ChatTemplate, TemplateFault
 from rollart.environments.conversation import Conversation
-from rollart.environments.environment import Unavailable
+from rollart.environments.environment import ChatMessage, Unavailable
 from rollart.environments.loading import Blueprint, cause, load_task
 from rollart.environments.rendering import PlainRenderer
 from rollart.environments.sandbox import best_isolation
@@ -54,10 +54,15 @@ CLOSE_PATIENCE_S = 2.0
 class _Session:
     """An episode."""
 
-    __slots__ = ("blueprint", "busy", "children", "conversation", "environment", "name", "output")
+    __slots__ = (
+        "blueprint", "busy", "children", "conversation", "environment", "name", "output", "task",
+    )  # fmt: skip
 
-    def __init__(self, name: str, blueprint: Blueprint, conversation: Conversation, output: Tally) -> None:
+    def __init__(
+        self, name: str, task: str, blueprint: Blueprint, conversation: Conversation, output: Tally
+    ) -> None:
         self.name = name
+        self.task = task
         self.blueprint = blueprint
         self.conversation = conversation
         self.output = output
@@ -90,6 +95,8 @@ class EnvironmentWorker(Worker):
         self._blueprints: dict[str, Blueprint] = {}
         self._only = frozenset(tasks)
         self._tasks_of: dict[str, Task] = {}
+        self._scored: set[str] = set()
+        """Tasks that the controller scores by their texts."""
         self._renderer: PlainRenderer
         self._template: ChatTemplate | None = None
         self._threads: Threads | None = None
@@ -104,6 +111,7 @@ class EnvironmentWorker(Worker):
         }
         self._blueprints = {name: load_task(task, self.config.seed) for name, task in self._tasks_of.items()}
         self._template = self._chat_template(folder)
+        self._scored = {task.name for task in self.config.tasks if task.rewards}
         self._threads = Threads(self.config.environments.threads, "environment")
         self._end_metering = metered()
         facts = {name: blueprint.name for name, blueprint in self._blueprints.items()}
@@ -167,6 +175,7 @@ class EnvironmentWorker(Worker):
         task = self._tasks_of[request.task]
         session = self._sessions[request.session] = _Session(
             request.session,
+            request.task,
             blueprint,
             Conversation(self._renderer, self._template, chat=task.chat),
             Tally(int(self.config.environments.max_output_mib * 2**20)),
@@ -184,7 +193,7 @@ class EnvironmentWorker(Worker):
             ids = session.conversation.begin(first, getattr(session.environment, "tools", ()))
             if not ids:
                 raise WrongAnswer("returned an empty text; the policy needs a token to go on")
-            return Observation(request.seq, ids, 0.0, False, {})
+            return self._told(session, Observation(request.seq, ids, 0.0, False, {}), first)
 
         return await self._act(session, request.seq, "reset", call, render)
 
@@ -204,7 +213,8 @@ class EnvironmentWorker(Worker):
         def render(answer: object) -> Observation:
             turn = check_turn(answer, self._context_tokens)
             ids = session.conversation.follow(request.action, turn.seen, done=turn.done)
-            return Observation(request.seq, ids, turn.reward, turn.done, turn.info)
+            seen = Observation(request.seq, ids, turn.reward, turn.done, turn.info)
+            return self._told(session, seen, turn.seen, request.action)
 
         return await self._act(session, request.seq, "step", call, render)
 
@@ -260,6 +270,23 @@ class EnvironmentWorker(Worker):
     @property
     def _context_tokens(self) -> int:
         return self.config.inference.max_model_len
+
+    def _told(
+        self,
+        session: _Session,
+        seen: Observation,
+        shown: str | list[ChatMessage],
+        action: bytes | None = None,
+    ) -> Observation:
+        """``seen`` with its texts, where a reward function reads them."""
+        if session.task not in self._scored:
+            return seen
+        reference = getattr(session.environment, "reference", "")
+        if not isinstance(reference, str):
+            raise WrongAnswer(f"left a reference that is a {type(reference).__name__}; it must be a str")
+        seen.text, seen.reference = plain_text(shown), reference
+        seen.answer = "" if action is None else self._renderer.answer(action)
+        return seen
 
     # --- failures -------------------------------------------------------------------------------------
 
