@@ -154,7 +154,6 @@ class Task(Section, frozen=True, kw_only=True):
     reward: Reward | list[Reward] | None = None
     """What scores its trajectories, or several whose weighted scores are summed (docs/rewards.md); by default the
     sum of the environment's own rewards."""
-
     algorithm: Algorithm | None = None
     """In place of the run's ``algorithm``, the whole section."""
 

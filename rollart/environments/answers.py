@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from rollart.environments.environment import ChatMessage, Turn
 
-__all__ = ["CheckedTurn", "WrongAnswer", "check_first", "check_turn", "plain_text"]
+__all__ = ["CheckedTurn", "WrongAnswer", "check_first", "check_turn", "text_of"]
 
 MOST_CHARACTERS_PER_TOKEN = 256
 """No tokenizer in use has longer tokens: a text beyond that many a token of the context can't fit, whatever it says."""
@@ -63,13 +63,6 @@ def check_turn(answer: object, context_tokens: int) -> CheckedTurn:
     return CheckedTurn(seen, reward, answer.done, info)
 
 
-def plain_text(seen: str | list[ChatMessage]) -> str:
-    """What was shown, for those who read texts: of messages their contents, a paragraph each."""
-    return (
-        seen if isinstance(seen, str) else "\n\n".join(str(message.get("content") or "") for message in seen)
-    )
-
-
 def _messages(value: Sequence[object], what: str, context_tokens: int) -> list[ChatMessage]:
     if not value:
         raise WrongAnswer("returned an empty list of messages; the policy needs something to go on")
@@ -113,3 +106,17 @@ def _kind(value: object) -> str:
     except Exception:  # the boundary of a foreign repr
         return f"a {type(value).__name__}"
     return f"{type(value).__name__} {text}" if len(text) <= 60 else f"a {type(value).__name__}"
+
+
+def text_of(seen: str | Sequence[ChatMessage]) -> str:
+    """What was shown, as one text: of messages, their contents, a line each."""
+    if isinstance(seen, str):
+        return seen
+    parts: list[str] = []
+    for message in seen:
+        content = message.get("content")
+        if isinstance(content, str):
+            parts.append(content)
+        elif content is not None:
+            parts += [str(part["text"]) for part in content if isinstance(part, Mapping) and "text" in part]
+    return "\n".join(parts)

@@ -64,12 +64,11 @@ class Environment:
     ``reset``.  Any exception but ``Unavailable`` ends the episode as failed, and no other one.
     """
 
+    tools: Sequence[Mapping[str, Any]] = ()
+    """What the policy may call, as JSON schemas in the form of chat templates; for episodes of messages."""
     reference: str = ""
     """What rewards may compare the answers with (a solution, tests, any text); the policy never sees it.  An
     environment sets it in ``reset``, if it has one, or later."""
-
-    tools: Sequence[Mapping[str, Any]] = ()
-    """What the policy may call, as JSON schemas in the form of chat templates; for episodes of messages."""
 
     def reset(self, seed: int, split: str) -> str | Sequence[ChatMessage] | Awaitable[Any]:
         """Begin the episode that ``seed`` names, the same one each time, and return the first observation.

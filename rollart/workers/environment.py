@@ -15,7 +15,7 @@ from typing import Any
 
 from rollart.config import Task
 from rollart.environments.action import Action
-from rollart.environments.answers import WrongAnswer, check_first, check_turn, plain_text
+from rollart.environments.answers import WrongAnswer, check_first, check_turn, text_of
 from rollart.environments.chat_template import ChatTemplate, TemplateFault
 from rollart.environments.conversation import Conversation
 from rollart.environments.environment import ChatMessage, Unavailable
@@ -54,9 +54,7 @@ CLOSE_PATIENCE_S = 2.0
 class _Session:
     """An episode."""
 
-    __slots__ = (
-        "blueprint", "busy", "children", "conversation", "environment", "name", "output", "task",
-    )  # fmt: skip
+    __slots__ = ("blueprint", "busy", "children", "conversation", "environment", "name", "output", "task")
 
     def __init__(
         self, name: str, task: str, blueprint: Blueprint, conversation: Conversation, output: Tally
@@ -95,8 +93,6 @@ class EnvironmentWorker(Worker):
         self._blueprints: dict[str, Blueprint] = {}
         self._only = frozenset(tasks)
         self._tasks_of: dict[str, Task] = {}
-        self._scored: set[str] = set()
-        """Tasks that the controller scores by their texts."""
         self._renderer: PlainRenderer
         self._template: ChatTemplate | None = None
         self._threads: Threads | None = None
@@ -111,7 +107,6 @@ class EnvironmentWorker(Worker):
         }
         self._blueprints = {name: load_task(task, self.config.seed) for name, task in self._tasks_of.items()}
         self._template = self._chat_template(folder)
-        self._scored = {task.name for task in self.config.tasks if task.rewards}
         self._threads = Threads(self.config.environments.threads, "environment")
         self._end_metering = metered()
         facts = {name: blueprint.name for name, blueprint in self._blueprints.items()}
@@ -255,6 +250,23 @@ class EnvironmentWorker(Worker):
                 self._drop(session)
         return answer
 
+    def _told(
+        self,
+        session: _Session,
+        seen: Observation,
+        shown: str | list[ChatMessage],
+        action: bytes | None = None,
+    ) -> Observation:
+        """``seen`` with its texts, where a reward function reads them."""
+        if not self._tasks_of[session.task].rewards:
+            return seen
+        reference = getattr(session.environment, "reference", "")
+        if not isinstance(reference, str):
+            raise WrongAnswer(f"left a reference that is a {type(reference).__name__}; it must be a str")
+        seen.text, seen.reference = text_of(shown), reference
+        seen.answer = "" if action is None else self._renderer.answer(action)
+        return seen
+
     def _watched(self, session: _Session, call: Callable[[], Observation]) -> Observation:
         """``call()``, in a thread; what it prints and which processes it starts are the session's."""
         try:
@@ -270,23 +282,6 @@ class EnvironmentWorker(Worker):
     @property
     def _context_tokens(self) -> int:
         return self.config.inference.max_model_len
-
-    def _told(
-        self,
-        session: _Session,
-        seen: Observation,
-        shown: str | list[ChatMessage],
-        action: bytes | None = None,
-    ) -> Observation:
-        """``seen`` with its texts, where a reward function reads them."""
-        if session.task not in self._scored:
-            return seen
-        reference = getattr(session.environment, "reference", "")
-        if not isinstance(reference, str):
-            raise WrongAnswer(f"left a reference that is a {type(reference).__name__}; it must be a str")
-        seen.text, seen.reference = plain_text(shown), reference
-        seen.answer = "" if action is None else self._renderer.answer(action)
-        return seen
 
     # --- failures -------------------------------------------------------------------------------------
 
