@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import msgspec
 from msgspec import Meta
+
+from rollart.config_section import PositiveInt, Section
 
 __all__ = ["Dataset", "TaskSampling", "weight_at"]
 
 
-class Dataset(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+class Dataset(Section, frozen=True, kw_only=True):
     """Rows that a task's instances are made of, each epoch in a new order, again and again.
 
     A path is a ``.jsonl`` or ``.parquet`` file, or a folder that Hugging Face's ``datasets`` saved; the last two need
@@ -30,10 +31,10 @@ class Dataset(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=T
             raise ValueError("eval_share does nothing beside eval_path")
 
 
-class TaskSampling(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+class TaskSampling(Section, frozen=True, kw_only=True):
     """What one task has otherwise than the run's ``sampling``; what is not set here is as there."""
 
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_tokens: PositiveInt | None = None
     stop_token_ids: list[int | str] | None = None
     ignore_eos: bool | None = None
 

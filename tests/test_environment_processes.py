@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
+import venv
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,9 @@ import psutil
 import pytest
 
 from rollart.controller import events
+from rollart.controller.preflight import check_environments
 from rollart.controller.trajectory import State
+from rollart.errors import ConfigError
 from rollart.launch.local import LocalLauncher, Placement, WorkerExit
 from rollart.processes import MARK
 from tests.scripted import Script, ScriptedLauncher, ScriptedRun, config_of
@@ -183,6 +187,31 @@ async def test_512_environments_live_on_one_worker(tmp_path: Path) -> None:
     await task
     assert run.violations == [] and most == 512
     assert [row["trajectories"] for row in run.rows] == [512, 512]
+
+
+async def test_a_task_has_workers_of_its_own_interpreter(tmp_path: Path) -> None:
+    """Another environment with a package that this one lacks; what they share comes from this one."""
+    other = tmp_path / "other"
+    venv.create(other, symlinks=True)
+    (packages,) = (other / "lib").glob("python*/site-packages")
+    (packages / "shared.pth").write_text("\n".join(p for p in sys.path if p.endswith("site-packages")))
+    (packages / "only_there.py").write_text(
+        "import sys\nfrom tests.misbehaving import Misbehaving\n"
+        "class There(Misbehaving):\n"
+        f"    def good(self):\n        assert sys.prefix == {str(other)!r}\n        return super().good()\n"
+    )
+    tasks: list[dict[str, Any]] = [
+        {"name": "here", "environment": MISBEHAVING},
+        {"name": "there", "environment": "only_there:There", "interpreter": str(other / "bin" / "python")},
+    ]
+    run = ProcessRun(tmp_path / "run", tasks, steps=6)
+    check_environments(run.controller.config)
+    await asyncio.wait_for(run.controller.run(), 60)
+    assert run.violations == []
+    assert set(run.ends("here")) == set(run.ends("there")) == {"consumed"}
+    tasks[1]["interpreter"] = str(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="task there: there is no interpreter"):
+        check_environments(config_of(tasks=tasks))
 
 
 @pytest.mark.parametrize("how", ["raises", "hangs"])

@@ -186,10 +186,11 @@ def test_doubled_answers_count_once() -> None:
 def test_all_producers_dead_ends_the_run_with_the_cause() -> None:
     """10: all producers were dead; the trainer polled an empty buffer for hours."""
     crashes = [Fault(15.0, FaultKind.CRASH, f"environment-{i}", 0.0) for i in range(2)]
-    result = outcome(setup_of(steps=1000), *crashes)
+    result = outcome(setup_of(steps=1000, environments={"restarts": 0}), *crashes)
     assert result.outcome == "error"
     assert "no environment worker is left" in result.cause
     assert result.seconds < 15.0 + 10, "in seconds"
+    assert outcome(setup_of(), *crashes).outcome == "success", "they are started again"
 
 
 def test_one_bad_trajectory_reaches_no_other() -> None:

@@ -105,6 +105,10 @@ class EnvManager:
         # Not in the owner itself: a task that is cancelled before it begins runs none of its code.
         task.add_done_callback(self._when_owner_ends)
 
+    def session_of(self, trajectory: int) -> str:
+        """The name of the episode that the trajectory has now; empty when it has none."""
+        return self._episodes[trajectory][1] if trajectory in self._episodes else ""
+
     def stop(self, trajectory: Trajectory) -> None:
         """The trajectory has ended by another's decision: stop its owner, and what it waits for."""
         task = self.tasks.get(trajectory.id)
@@ -204,6 +208,8 @@ class EnvManager:
             elsewhere = [worker for worker in free if worker is not failed_at]
             if free:
                 return min(elsewhere or free, key=lambda w: w.sessions + FAILURE_WEIGHT * w.failures_in_a_row)
+            if self.warm.drop():  # nobody waits for what nobody needs yet
+                continue
             wanted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._places_wanted[kind, self._pools[task]].append(wanted)
             try:

@@ -81,12 +81,14 @@ class WarmPool:
             del self._waiting[instance]
         return episode
 
-    def drop(self, task: str | None = None) -> None:
-        """Give up the episodes of ``task``, or all."""
-        for instance in [each for each in self._waiting if task in (None, each[0])]:
+    def drop(self, task: str | None = None) -> bool:
+        """Give up the episodes of ``task``, or all; whether there were any."""
+        doomed = [each for each in self._waiting if task in (None, each[0])]
+        for instance in doomed:
             for episode in self._waiting.pop(instance):
                 episode.observation.cancel()
                 self._close(episode.link, episode.session)
+        return bool(doomed)
 
 
 def _heard(task: asyncio.Task[Observation]) -> None:

@@ -18,9 +18,12 @@ ENDING = ("the run is over", "it left: the run ended")
 class Isolation:
     """Reads the event stream beside the faults; ``violations`` says what has no cause of its own."""
 
-    def __init__(self, *, befell: Callable[[str], bool], troubled: Container[str]) -> None:
+    def __init__(
+        self, *, befell: Callable[[str], bool], troubled: Container[str], session_of: Callable[[int], str]
+    ) -> None:
         """``befell(worker)``: a fault has happened to it; ``troubled``: sessions whose own environment fails or is
-        slower than its deadline."""
+        slower than its deadline; ``session_of(trajectory)``: the session it has now, empty when it has none."""
+        self._session_of = session_of
         self.violations: list[str] = []
         self._befell = befell
         self._troubled = troubled
@@ -43,7 +46,8 @@ class Isolation:
         worker = _WORKER.match(event.detail)
         if worker is not None and self._befell(worker.group()):
             return
-        if f"{event.trajectory}.{event.attempt}" not in self._troubled:
+        session = self._session_of(event.trajectory) or f"{event.trajectory}.{event.attempt}"
+        if session not in self._troubled:
             self.violations.append(
                 f"I8 trajectory {event.trajectory}, attempt {event.attempt}: {event.reason} without a fault of its "
                 f"own: {event.detail}"

@@ -127,7 +127,11 @@ class _Run:
             self.network.taps.append(self.wire.hear)
         self.output = MemoryOutput()
         self.invariants = Invariants()
-        self.isolation = Isolation(befell=self.injector.befell.__contains__, troubled=self.world.troubled)
+        self.isolation = Isolation(
+            befell=self.injector.befell.__contains__,
+            troubled=self.world.troubled,
+            session_of=lambda trajectory: self.controller.rollout.manager.session_of(trajectory),
+        )
         self.launcher: SimLauncher
         self.outcome, self.cause = "broken", ""
         self.functions = SimFunctions(setup.functions) if setup.functions is not None else None
