@@ -175,7 +175,14 @@ class Controller:
             on_change=self._on_link,
             on_leaving=lambda link: self.proxy.close_worker(link.name),
         )
-        self.proxy = LLMProxy(self.switchboard, config, lowest_version=lambda: bound.floor(self.versions))
+        self.resources = ResourceManager(config)
+        self.proxy = LLMProxy(
+            self.switchboard,
+            config,
+            lowest_version=lambda: bound.floor(self.versions),
+            resources=self.resources,
+            run=self._context,
+        )
         self.rollout = Rollout(
             config,
             self.switchboard,
@@ -247,7 +254,7 @@ class Controller:
 
     async def _start_workers(self) -> Link:
         """Start all workers and wait until each serves; the trainer's link."""
-        placements = ResourceManager(self.config).placements()
+        placements = self.resources.placements()
         self._progress.say(f"starting {len(placements)} workers; run folder {self.folder.path}")
         bound = self._bound
         most = "is not bounded" if bound.max_train_lag is None else f"is at most {bound.max_train_lag}"
@@ -281,7 +288,9 @@ class Controller:
 
     def _on_link(self, link: Link, reason: str) -> None:
         self.events.write(
-            events.WorkerChanged(self._context.clock(), link.name, link.role, link.state, reason)
+            events.WorkerChanged(
+                self._context.clock(), link.name, link.role, link.state, reason, link.hello.hardware_class
+            )
         )
         self._joined.set()
         if link.state is LinkState.GONE:

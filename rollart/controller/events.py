@@ -20,6 +20,8 @@ from rollart.packed_array import PackedArray
 from rollart.protocol import VersionRun
 
 __all__ = [
+    "AffinityProposed",
+    "Bound",
     "Dispatched",
     "Ended",
     "Evaluated",
@@ -28,6 +30,7 @@ __all__ = [
     "GroupEnded",
     "Moved",
     "Published",
+    "RoleChanged",
     "Sampled",
     "Shipped",
     "Started",
@@ -100,6 +103,10 @@ class Sampled(_Event):
     versions: list[VersionRun]
     finish_reason: str
     cached_tokens: int
+    prefilled_by: str = ""
+    """The worker that computed the prompt, where another one decoded."""
+    kept_tokens: int = 0
+    """So many of the tokens are from workers that were lost before the answer was complete."""
 
 
 class GroupEnded(_Event):
@@ -149,6 +156,7 @@ class WorkerChanged(_Event):
     role: str
     state: str
     reason: str
+    hardware_class: str = ""
 
 
 class Published(_Event):
@@ -184,6 +192,37 @@ class Evaluated(_Event):
     reward: float
 
 
+class Bound(_Event):
+    """A trajectory's requests go to hardware of a class from now on; ``reason`` says why it isn't the ``wanted`` one.
+
+    ``phase`` is ``both`` for a request that is served whole, else ``prefill`` or ``decode``.
+    """
+
+    trajectory: int
+    task: str
+    phase: str
+    wanted: str
+    hardware_class: str
+    reason: str
+
+
+class RoleChanged(_Event):
+    """A worker serves another phase from now on, and why."""
+
+    worker: str
+    before: str
+    after: str
+    reason: str
+
+
+class AffinityProposed(_Event):
+    """``hw_affinity: auto`` prefers other classes for a task from now on, and why."""
+
+    task: str
+    order: list[str]
+    reason: str
+
+
 class Ended(_Event):
     """The run is over: ``success``, ``error`` or ``interrupted``, and the first cause."""
 
@@ -204,6 +243,9 @@ Event = (
     | Swapped
     | Evaluated
     | Ended
+    | Bound
+    | RoleChanged
+    | AffinityProposed
 )
 
 _decoder: msgspec.msgpack.Decoder[list[Event]] = msgspec.msgpack.Decoder(list[Event])
