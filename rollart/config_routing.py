@@ -25,6 +25,8 @@ __all__ = [
 DEFAULT = "default"
 """The entry of ``hw_affinity`` for tasks that have none of their own."""
 AUTO = "auto"
+KNOWN_CLASSES = ("H800", "H20", "H200", "CPU")
+"""Those with published figures, which ``auto`` goes by (``rollart.simulation.hardware``)."""
 HardwareName = Annotated[str, Meta(pattern="^[A-Za-z0-9_.-]+$")]
 Count = Annotated[int, Meta(ge=1, le=2**53)]
 Natural = Annotated[int, Meta(ge=0, le=2**53)]
@@ -109,6 +111,16 @@ def check_routing(
     if isinstance(affinity, str):
         if affinity != AUTO:
             raise ValueError(f"inference.hw_affinity is {affinity!r}: give {AUTO}, or a class for each task")
+        unknown = [name for name in classes if name not in KNOWN_CLASSES]
+        if unknown:
+            raise ValueError(
+                f"inference.hw_affinity: {AUTO} knows the classes {', '.join(KNOWN_CLASSES)}, not {unknown[0]}: give "
+                "each task's class"
+            )
+        if len(tasks) < 2:
+            raise ValueError(
+                f"inference.hw_affinity: {AUTO} compares tasks, and there is one: give its class"
+            )
         entries: Mapping[str, Affinity] = {}
     else:
         entries = affinity

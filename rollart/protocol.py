@@ -27,6 +27,8 @@ __all__ = [
     "Collect",
     "ControllerBeat",
     "Done",
+    "Execute",
+    "Executed",
     "Export",
     "Failure",
     "FailureKind",
@@ -463,6 +465,26 @@ class Export(Message):
     path: str
 
 
+# --- methods that a script declares ---------------------------------------------------------------------
+
+
+class Execute(Message):
+    """Call ``method`` of the declared worker class at ``path`` (module:Class).  Answer: ``Executed``."""
+
+    seq: int
+    path: str
+    method: str
+    arguments: bytes
+    """MessagePack of [positional, keyword]."""
+
+
+class Executed(Message):
+    """What the method returned, as MessagePack."""
+
+    seq: int
+    result: bytes
+
+
 ToWorker = (
     Welcome
     | Refused
@@ -484,6 +506,7 @@ ToWorker = (
     | SaveCheckpoint
     | Export
     | Release
+    | Execute
 )
 ToController = (
     Hello
@@ -499,6 +522,7 @@ ToController = (
     | Trained
     | Published
     | Progress
+    | Executed
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -11,6 +11,7 @@ has, with what is left of its budget.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from functools import partial
 
@@ -21,7 +22,9 @@ from rollart.controller.affinity import Orders
 from rollart.controller.answers import Answer, Kept, flaw
 from rollart.controller.bindings import Bindings
 from rollart.controller.engines import Demand, Engine, Engines, Seat, Seats
+from rollart.controller.proposal import Suggestions
 from rollart.controller.resource_manager import ResourceManager
+from rollart.controller.roles import Roles
 from rollart.controller.routing import NO_BOUND, Candidate, Prefix, Wish
 from rollart.controller.run_context import RunContext
 from rollart.controller.switchboard import CallError, Link, Switchboard
@@ -54,6 +57,8 @@ class LLMProxy:
         self.orders = Orders(config.inference)
         self.profiles = TaskProfiles()
         self._bindings = Bindings(self.orders, self.pools, run)
+        self._run = run
+        self._tasks = [task.name for task in config.tasks]
         self._switchboard = switchboard
         self._resources = resources
         self._inference = config.inference
@@ -64,6 +69,16 @@ class LLMProxy:
         self._stops = pack_ids(t for t in config.sampling.stop_token_ids if isinstance(t, int))
         self._lowest_version = lowest_version
         self._prefixes: dict[int, Prefix] = {}
+
+    async def adapt(self) -> None:
+        """While the run goes on: follow what the tasks and the queues turn out to be like, where the config says so."""
+        keepers = []
+        if self._apart is not None and self._apart.adapt:
+            keepers.append(Roles(self.pools, self._run, sequences=self._inference.max_num_seqs).keep())
+        if self.orders.auto:
+            pools = self._inference.all_pools
+            keepers.append(Suggestions(self.orders, self.profiles, pools, self._tasks, self._run).keep())
+        await asyncio.gather(*keepers)
 
     # --- the workers ----------------------------------------------------------------------------------
 

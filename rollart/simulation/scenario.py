@@ -196,6 +196,8 @@ def _routed(config: Config, rng: random.Random) -> Config:
             raw["hw_affinity"] = rng.choice(
                 [{"A": "H800", "default": "H20"}, {"A": {"prefill": "H800", "decode": "H20"}}, "auto"]
             )
+            if raw["hw_affinity"] == "auto" and len(config.tasks) < 2:
+                raw["hw_affinity"] = {"default": ["H20", "H800"]}
         elif rng.random() < 0.5:
             raw["disaggregation"] = {"min_prompt_tokens": rng.choice([0, 20]), "adapt": rng.random() < 0.5}
     inference = msgspec.convert({**msgspec.to_builtins(config.inference), **raw}, type(config.inference))
