@@ -22,6 +22,7 @@ from rollart.controller.invariants import Invariants
 from rollart.controller.progress import Progress
 from rollart.controller.run_folder import RunFolder
 from rollart.controller.transport import ZmqTransport
+from rollart.declare import Cluster
 from rollart.launch.local import Placement, WorkerExit
 from rollart.packing import pack_floats, pack_ids, unpack_ids
 from rollart.peer import Peer
@@ -104,8 +105,8 @@ class Script:
 class ScriptedInference(Worker):
     role = Role.INFERENCE
 
-    def __init__(self, dialer: Dialer, *, name: str, script: Script) -> None:
-        super().__init__(dialer, name=name)
+    def __init__(self, dialer: Dialer, *, name: str, script: Script, hardware_class: str = "CPU") -> None:
+        super().__init__(dialer, name=name, hardware_class=hardware_class)
         self.script = script
         self.version = -1
         self.pulled = -1
@@ -164,8 +165,8 @@ class ScriptedInference(Worker):
 class ScriptedTrainer(Worker):
     role = Role.TRAINER
 
-    def __init__(self, dialer: Dialer, *, name: str, script: Script) -> None:
-        super().__init__(dialer, name=name)
+    def __init__(self, dialer: Dialer, *, name: str, script: Script, hardware_class: str = "CPU") -> None:
+        super().__init__(dialer, name=name, hardware_class=hardware_class)
         self.script = script
         self.version = 0
         self.one_at_a_time = asyncio.Lock()
@@ -214,8 +215,8 @@ class ScriptedTrainer(Worker):
 class ScriptedEnvironment(Worker):
     role = Role.ENVIRONMENT
 
-    def __init__(self, dialer: Dialer, *, name: str, script: Script) -> None:
-        super().__init__(dialer, name=name)
+    def __init__(self, dialer: Dialer, *, name: str, script: Script, hardware_class: str = "CPU") -> None:
+        super().__init__(dialer, name=name, hardware_class=hardware_class)
         self.script = script
         self.left: dict[str, int] = {}
 
@@ -260,7 +261,10 @@ class ScriptedLauncher:
 
     async def start(self, placement: Placement) -> None:
         worker = WORKERS[placement.role](
-            ZmqDialer(Peer.read(self.key_file)), name=placement.name, script=self.script
+            ZmqDialer(Peer.read(self.key_file)),
+            name=placement.name,
+            script=self.script,
+            hardware_class=placement.hardware_class,
         )
         self.workers[placement.name] = worker
         self.tasks[placement.name] = asyncio.create_task(self._run(worker, placement))
@@ -284,7 +288,9 @@ class ScriptedLauncher:
 class ScriptedRun:
     """A controller with scripted workers, and what it left."""
 
-    def __init__(self, config: Config, script: Script, path: Path) -> None:
+    def __init__(
+        self, config: Config, script: Script, path: Path, *, clusters: Sequence[Cluster] = ()
+    ) -> None:
         self.folder = RunFolder(path)
         self.folder.create(config)
         assert config.model.random is not None
@@ -305,6 +311,7 @@ class ScriptedRun:
             launch=launch,
             progress=Progress(self.output, config.steps),
             vocabulary_size=vocabulary_size(self.folder.model),
+            clusters=clusters,
         )
 
     @property

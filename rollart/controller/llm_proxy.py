@@ -63,6 +63,7 @@ class LLMProxy:
         self._resources = resources
         self._inference = config.inference
         self._apart = config.inference.disaggregation
+        self._profiling = self.orders.auto or (self._apart is not None and self._apart.min_answer_tokens > 0)
         self._sampling = config.sampling
         self._retries = config.rollout.retries
         self._allowed = pack_ids(t for t in config.sampling.allowed_token_ids if isinstance(t, int))
@@ -192,7 +193,8 @@ class LLMProxy:
         count = before + len(generated.ids) // ID_BYTES
         version = generated.versions[-1].version
         self._prefixes[trajectory.id] = Prefix(link.name, version, trajectory.tokens + count)
-        self.profiles.answered(trajectory, generated, count)
+        if self._profiling:
+            self.profiles.answered(trajectory, generated, count)
         if not before:
             return Answer(generated, link.name, seat.version, prefiller)
         kept.add(generated, link.name, seat.version)

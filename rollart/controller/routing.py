@@ -102,11 +102,16 @@ def choose(
     """
     best, least, best_kept = None, 0, False
     prefix, lowest, prompt, load = wish.prefix, wish.lowest_version, wish.prompt_tokens, wish.load
+    avoid = wish.avoid
     for candidate in candidates:
-        version = candidate.version
-        if version < lowest or candidate.name == wish.avoid or not candidate.takes(load):
+        version, has = candidate.version, candidate.requests
+        if version < lowest or has >= candidate.most_requests:
             continue
-        if exact_version is not None and version != exact_version:
+        if (
+            has and candidate.tokens + load > candidate.most_tokens
+        ):  # ``takes``, in line: this is for every turn
+            continue
+        if candidate.name == avoid or (exact_version is not None and version != exact_version):
             continue
         kept = prefix is not None and prefix.worker == candidate.name and prefix.version == version
         cost = candidate.tokens + prompt
@@ -135,8 +140,10 @@ def place(
     """
     for wanted in phases:
         for hardware in order:
-            usable = [c for c in pools.get(hardware, ()) if c.phase in wanted]
-            found = choose(usable, wish, exact_version=exact_version)
+            pool = pools.get(hardware, ())
+            if any(candidate.phase not in wanted for candidate in pool):
+                pool = [candidate for candidate in pool if candidate.phase in wanted]
+            found = choose(pool, wish, exact_version=exact_version)
             if found is not None:
                 return found
     if not wish.avoid:
