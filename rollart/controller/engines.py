@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import msgspec
+
 from rollart.config_routing import Phase
 from rollart.controller.affinity import Order
 from rollart.controller.routing import Candidate, Wish, pair, place
@@ -79,10 +81,13 @@ class Seats:
         return self.main.valid and (self.prefill is None or self.prefill.valid)
 
 
+Alike = tuple[Order, int, bool, bool, str]
+
+
 class Demand:
     """What a request needs."""
 
-    __slots__ = ("bounded", "newest", "order", "split", "wish")
+    __slots__ = ("bounded", "newest", "number", "order", "split", "wish")
 
     def __init__(self, order: Order, wish: Wish, *, newest: int, bounded: bool, split: bool) -> None:
         """``newest`` is the highest version of what it goes on from; ``bounded``: the staleness bound holds for it."""
@@ -91,6 +96,13 @@ class Demand:
         self.newest = newest
         self.bounded = bounded
         self.split = split
+        self.number = 0
+        """When it came, among those that wait."""
+
+    @property
+    def alike(self) -> Alike:
+        """Requests of which this is the same may use the same workers, but for their size."""
+        return self.order, self.newest, self.bounded, self.split, self.wish.avoid
 
 
 class Engines:
@@ -102,12 +114,15 @@ class Engines:
         self._lowest_version = lowest_version
         self._open: dict[str, list[Candidate]] = {}
         """By hardware class, those that requests may be sent to."""
-        self._waiting: dict[asyncio.Future[Seats], Demand] = {}
+        self._queues: dict[Alike, dict[asyncio.Future[Seats], Demand]] = {}
+        """Those that wait, in the order they came, apart by what they need: who needs the same waits behind another."""
+        self._came = 0
+        self._seating = False
 
     @property
     def waiting(self) -> int:
         """Requests that wait for a worker they may use."""
-        return len(self._waiting)
+        return sum(map(len, self._queues.values()))
 
     @property
     def open(self) -> dict[str, list[Candidate]]:
@@ -150,7 +165,7 @@ class Engines:
     async def seat(self, demand: Demand) -> Seats:
         """Places for the request, as soon as there are any; whoever gets them frees each."""
         while True:
-            seats = None if self._waiting else self._find(demand)
+            seats = None if self._queues else self._find(demand)
             if seats is None:
                 seats = await self._wait(demand)
             if seats.valid:
@@ -159,14 +174,25 @@ class Engines:
 
     async def _wait(self, demand: Demand) -> Seats:
         future: asyncio.Future[Seats] = asyncio.get_running_loop().create_future()
-        self._waiting[future] = demand
+        self._came += 1
+        demand.number = self._came
+        alike = demand.alike
+        self._queues.setdefault(alike, {})[future] = demand
         self._seat_waiting()  # those before it may wait for what it does not need
         try:
             return await future
         except asyncio.CancelledError:
-            if self._waiting.pop(future, None) is None and not future.cancelled():
+            if not self._leave_queue(alike, future) and not future.cancelled():
                 self.free(future.result())
             raise
+
+    def _leave_queue(self, alike: Alike, future: asyncio.Future[Seats]) -> bool:
+        queue = self._queues.get(alike)
+        if queue is None or queue.pop(future, None) is None:
+            return False
+        if not queue:
+            del self._queues[alike]
+        return True
 
     def free(self, seats: Seats) -> None:
         """Give back those that were never handed to a worker."""
@@ -182,7 +208,7 @@ class Engines:
         candidate = seat.engine.candidate
         candidate.requests -= 1
         candidate.tokens -= seat.load
-        if self._waiting:
+        if self._queues:
             self._seat_waiting()
 
     def _find(self, demand: Demand) -> Seats | None:
@@ -197,30 +223,39 @@ class Engines:
         return None if one is None else Seats(Seat(self.by_name[one.name], wish.load))
 
     def _seat_waiting(self) -> None:
-        """Give places to those that wait, in their order."""
-        seated: list[tuple[asyncio.Future[Seats], Seats]] = []
-        useless: set[tuple[object, ...]] = set()
-        for future, demand in self._waiting.items():
-            if all(c.full for pool in self._open.values() for c in pool):
-                break
-            alike = (
-                demand.order,
-                demand.newest,
-                demand.bounded,
-                demand.split,
-                demand.wish.avoid,
-                demand.wish.load,
-            )
-            if alike in useless:
-                continue
-            seats = self._find(demand)
-            if seats is None:
-                useless.add(alike)
-            else:
-                seated.append((future, seats))
-        for future, seats in seated:
-            del self._waiting[future]
-            if future.cancelled():
-                self.free(seats)
-            else:
-                future.set_result(seats)
+        """Give places to those that wait, the first that came first.
+
+        Nobody overtakes one that waits for room, or the long would never get any; who waits for a version or a class
+        that is not there holds up only those that need the same.
+        """
+        if self._seating:
+            return
+        self._seating = True
+        try:
+            blocked: set[Alike] = set()
+            while (head := self._head(blocked)) is not None:
+                alike, future, demand = head
+                seats = None if future.cancelled() else self._find(demand)
+                if seats is not None:
+                    self._leave_queue(alike, future)
+                    future.set_result(seats)
+                elif future.cancelled():
+                    self._leave_queue(alike, future)
+                elif self._lacks_only_room(demand):
+                    return
+                else:
+                    blocked.add(alike)
+        finally:
+            self._seating = False
+
+    def _head(self, blocked: set[Alike]) -> tuple[Alike, asyncio.Future[Seats], Demand] | None:
+        """Who came first of those that could get a place; ``None``: there is nobody, or no place."""
+        if not self._queues or all(c.full for pool in self._open.values() for c in pool):
+            return None
+        heads = [(a, *next(iter(queue.items()))) for a, queue in self._queues.items() if a not in blocked]
+        return min(heads, key=lambda head: head[2].number, default=None)
+
+    def _lacks_only_room(self, demand: Demand) -> bool:
+        """Whether a smaller request of the same kind would get a place now."""
+        smaller = msgspec.structs.replace(demand.wish, load=0)
+        return place(self._open, demand.order.whole, smaller) is not None
