@@ -71,7 +71,11 @@ def hw_mapping(*, hw_affinity: Mapping[str, Affinity]) -> Callable[[Method], Met
     """
     if not hw_affinity:
         raise ConfigError("@hw_mapping: hw_affinity is empty: give a class for a task, or for default")
-    return lambda method: _marked(method, Declaration(hw_affinity=dict(hw_affinity)))
+    try:
+        checked = msgspec.convert(dict(hw_affinity), dict[str, Affinity])
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"@hw_mapping: {error}") from None
+    return lambda method: _marked(method, Declaration(hw_affinity=checked))
 
 
 def _marked(method: Method, declared: Declaration) -> Method:

@@ -62,6 +62,8 @@ def test_what_can_not_be_meant_is_refused() -> None:
         register(mode="all")
     with pytest.raises(ConfigError, match="hw_affinity is empty"):
         hw_mapping(hw_affinity={})
+    with pytest.raises(ConfigError, match="@hw_mapping: Expected"):
+        hw_mapping(hw_affinity={"Count": 5})  # type: ignore[dict-item]
     with pytest.raises(ConfigError, match="device 1 is of H800 and of H20"):
         ResourceManager({"H800": range(2), "H20": range(1, 3)})
     with pytest.raises(ConfigError, match="class H800 has no device"):

@@ -68,7 +68,6 @@ class Two:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def two(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Two]:
-    pytest.importorskip("nixl", reason="python -m pip install nixl")
     folder = tmp_path_factory.mktemp("two")
     config = config_for(pools=POOLS, progress_every_s=0.05)
     model_dir = save_shape(random_model(0), folder / "model")

@@ -227,7 +227,9 @@ def test_prefill_and_decode_apart_and_the_prefiller_killed(tmp_path: Path) -> No
     assert {(task[e.trajectory], e.prefilled_by, e.worker) for e in apart} == {
         ("Split", "inference-0", "inference-1")
     }
-    assert all(e.cached_tokens >= 4 for e in apart)  # of a prompt of 5: the last position gives the first token
+    assert all(
+        e.cached_tokens >= 4 for e in apart
+    )  # of a prompt of 5: the last position gives the first token
     assert any(e.t > gone for e in sampled)
     assert not any(e.t > gone + 1 for e in apart)
     bound = {(e.task, e.phase, e.wanted, e.hardware_class) for e in found if isinstance(e, events.Bound)}

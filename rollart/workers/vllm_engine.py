@@ -194,20 +194,21 @@ class VllmEngine:
         state = processor.request_states.get(internal[0]) if internal else None
         if state is None or state.detokenizer is None or state.logprobs_processor is None:
             return None
-        ids = list(state.detokenizer.output_token_ids)
-        if len(ids) <= after:
+        count = state.detokenizer.num_output_tokens()
+        if count <= after:
             return None
         runs, position = [], 0
         for span in state._weight_version_spans() or []:
-            count = span.end - max(span.start, after)
-            if count > 0:
-                runs.append(VersionRun(int(span.version), count))
+            length = span.end - max(span.start, after)
+            if length > 0:
+                runs.append(VersionRun(int(span.version), length))
             position = span.end
+        ids = list(state.detokenizer.output_token_ids[after:])
         found: Any = state.logprobs_processor.logprobs
-        if position != len(ids) or (found is not None and list(found.token_ids) != ids):
+        if position != count or (found is not None and list(found.token_ids[after:]) != ids):
             return None
         logprobs = b"" if found is None else pack_floats(_checked(list(found.logprobs[after:])))
-        return pack_ids(ids[after:]), logprobs, runs
+        return pack_ids(ids), logprobs, runs
 
     def knows(self, request_id: str) -> bool:
         """Whether the engine has a request of that name."""
