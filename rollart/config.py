@@ -11,7 +11,19 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from rollart.config_algorithm import Algorithm, Loss
+from rollart.config_health import Health
+from rollart.config_rewards import Reward, Scope
 from rollart.config_routing import Disaggregation, HwAffinity, Pool, check_routing, splits
+from rollart.config_section import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Share,
+)
+from rollart.config_tasks import Dataset, TaskSampling, weight_at
 
 __all__ = [
     "Algorithm",
@@ -19,10 +31,13 @@ __all__ = [
     "Decay",
     "Environments",
     "Evaluation",
+    "Health",
     "Inference",
     "MixedVersions",
     "Model",
     "RandomModel",
+    "Recompute",
+    "Reward",
     "Rollout",
     "Sampling",
     "Schedule",
@@ -30,18 +45,6 @@ __all__ = [
     "Trainer",
     "UpdateAt",
 ]
-
-MAX_INT = 2**53
-"""The largest integer that every reader of the config can hold."""
-PositiveInt = Annotated[int, Meta(ge=1, le=MAX_INT)]
-NonNegativeInt = Annotated[int, Meta(ge=0, le=MAX_INT)]
-PositiveFloat = Annotated[float, Meta(gt=0)]
-NonNegativeFloat = Annotated[float, Meta(ge=0)]
-Share = Annotated[float, Meta(ge=0, le=1)]
-
-
-class Section(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """Base of every part of the config."""
 
 
 class UpdateAt(enum.StrEnum):
@@ -110,6 +113,8 @@ class Model(Section, frozen=True, kw_only=True):
 
     path: str | None = None
     random: RandomModel | None = None
+    chat_template: str | None = None
+    """A Jinja file that renders messages, instead of the folder's own template; for environments that use messages."""
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.random is None):
@@ -127,10 +132,51 @@ class Task(Section, frozen=True, kw_only=True):
     """Keyword arguments of the class."""
     weight: PositiveFloat = 1.0
     """Share of the groups, relative to the other tasks' weights."""
+    curriculum: dict[int, NonNegativeFloat] = {}
+    """Instead of ``weight``: train_step → weight, linear between the steps, such as ``{0: 1, 100: 0}``."""
+    dataset: Dataset | None = None
+    """The instances are rows of it, and not drawn by seed."""
+    interpreter: str | None = None
+    """The Python of its environment workers, where its packages clash with this run's; rollart must be installed
+    there (without dependencies, beside msgspec, PyYAML, pyzmq and tokenizers)."""
+    chat: bool = False
+    """The environment's texts are a user's messages, by the model's chat template."""
     max_turns: PositiveInt = 8
     """A trajectory is cut, and scored as it is, after this many turns."""
+    context_tokens: PositiveInt | None = None
+    """Tokens of prompt and answers together; by default, and at most, ``inference.max_model_len``."""
     reset_timeout_s: PositiveFloat = 60.0
     step_timeout_s: PositiveFloat = 60.0
+    episode_timeout_s: PositiveFloat | None = None
+    """A trajectory that has taken longer when its environment answers is cut, and scored as it is."""
+    sampling: TaskSampling = TaskSampling()
+    max_failed_groups: PositiveInt = 8
+    """So many groups in a row that end without a sample for its failures take the task out of the run, with its
+    error; the last task that is left stops the run by ``rollout.max_failed_groups`` instead."""
+    reward: Reward | list[Reward] | None = None
+    """What scores its trajectories, or several whose weighted scores are summed (docs/rewards.md); by default the
+    sum of the environment's own rewards."""
+    algorithm: Algorithm | None = None
+    """In place of the run's ``algorithm``, the whole section."""
+
+    def __post_init__(self) -> None:
+        if self.curriculum and self.weight != 1.0:
+            raise ValueError("weight does nothing beside curriculum")
+        if any(step < 0 for step in self.curriculum):
+            raise ValueError("curriculum's steps must be at least 0")
+        if self.reward == []:
+            raise ValueError("reward is an empty list: leave it out for the environment's own rewards")
+
+    def weight_at(self, step: int) -> float:
+        """Its share of the groups at train_step ``step``."""
+        return weight_at(self.curriculum, step) if self.curriculum else self.weight
+
+    @property
+    def rewards(self) -> list[Reward]:
+        """``reward`` as a list; empty: the environment's own."""
+        if self.reward is None:
+            return []
+        return self.reward if isinstance(self.reward, list) else [self.reward]
 
 
 class Sampling(Section, frozen=True, kw_only=True):
@@ -211,16 +257,6 @@ _FIXED_BY_SCHEDULE: dict[Schedule, dict[str, object]] = {
 }
 
 
-class Algorithm(Section, frozen=True, kw_only=True):
-    """Advantages and loss: GRPO, arXiv 2402.03300, with the token-level mean of DAPO, arXiv 2503.14476."""
-
-    normalize_std: bool = True
-    """Divide group-centred rewards by their standard deviation."""
-    clip_low: Annotated[float, Meta(gt=0, lt=1)] = 0.2
-    clip_high: PositiveFloat = 0.2
-    entropy_coefficient: NonNegativeFloat = 0.0
-
-
 class DType(enum.StrEnum):
     """Floating-point type of weights and activations."""
 
@@ -234,6 +270,16 @@ class Decay(enum.StrEnum):
     CONSTANT = "constant"
     LINEAR = "linear"
     """It falls to 0 over the run's optimiser steps."""
+
+
+class Recompute(enum.StrEnum):
+    """What the backward pass computes again instead of having kept it."""
+
+    NONE = "none"
+    ATTENTION = "attention"
+    """The core attention of each layer."""
+    LAYERS = "layers"
+    """Every layer, from its input."""
 
 
 class Trainer(Section, frozen=True, kw_only=True):
@@ -250,8 +296,26 @@ class Trainer(Section, frozen=True, kw_only=True):
     clip_grad_norm: PositiveFloat = 1.0
     minibatches: PositiveInt = 1
     """Optimiser steps a train_step makes, each on a share of the groups."""
-    micro_batch_sequences: PositiveInt = 16
+    micro_batch_sequences: PositiveInt | None = None
+    """Trajectories side by side in a forward pass, padded to the longest; by default 16."""
+    micro_batch_tokens: PositiveInt | None = None
+    """Instead: trajectories are packed one after the other, without padding, up to so many tokens a forward pass; a
+    longer trajectory has one of its own."""
+    recompute: Recompute = Recompute.NONE
     dtype: DType = DType.FLOAT32
+    tensor_parallel: PositiveInt = 1
+    """Processes that hold a share of each layer.  The trainer is a group of tensor × pipeline × context × data
+    processes."""
+    pipeline_parallel: PositiveInt = 1
+    """Processes that hold a share of the layers."""
+    data_parallel: PositiveInt = 1
+    """Processes that hold the same weights and compute a share of the batch."""
+    expert_parallel: PositiveInt = 1
+    """Of the data-parallel processes, so many hold a share of the experts each."""
+    context_parallel: PositiveInt = 1
+    """Processes that compute a share of each trajectory's tokens."""
+    distributed_optimizer: bool = False
+    """Each data-parallel process holds a share of the optimiser's state."""
     threads: PositiveInt = 1
     """CPU threads of torch."""
     verify_share: Share = 1.0
@@ -265,6 +329,29 @@ class Trainer(Section, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.keep_checkpoints is not None and not self.checkpoint_every:
             raise ValueError("keep_checkpoints does nothing while checkpoint_every is 0")
+        if self.micro_batch_tokens is not None and self.micro_batch_sequences is not None:
+            raise ValueError("give either micro_batch_sequences (padded) or micro_batch_tokens (packed)")
+        if self.data_parallel % self.expert_parallel:
+            raise ValueError(
+                f"expert_parallel ({self.expert_parallel}) must divide data_parallel ({self.data_parallel}): "
+                "the experts are divided among data-parallel processes"
+            )
+        if self.distributed_optimizer and self.data_parallel * self.context_parallel == 1:
+            raise ValueError("distributed_optimizer does nothing while data_parallel is 1")
+        if self.context_parallel > 1 and self.micro_batch_tokens is not None:
+            raise ValueError(
+                "context_parallel divides padded trajectories: use micro_batch_sequences with it"
+            )
+
+    @property
+    def processes(self) -> int:
+        """Of the trainer's group."""
+        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel * self.context_parallel
+
+    @property
+    def sequences(self) -> int:
+        """``micro_batch_sequences``."""
+        return self.micro_batch_sequences or 16
 
 
 class Inference(Section, frozen=True, kw_only=True):
@@ -375,10 +462,13 @@ class Weights(Section, frozen=True, kw_only=True):
     """Memory of each node; about four versions must fit into all. By default 1."""
     replicas: PositiveInt | None = None
     """Nodes that hold each bucket; by default 1."""
+    delta: bool | None = None
+    """Store what changed beside what is, and pull only that where the version before is at hand; by default false.
+    It pays where the network is slower than the comparison, about 1 GB/s; the trainer's host keeps one version more."""
 
     def __post_init__(self) -> None:
         own = {"nodes": self.nodes, "node_gib": self.node_gib}
-        mooncake = {"master": self.master, "replicas": self.replicas, **own}
+        mooncake = {"master": self.master, "replicas": self.replicas, "delta": self.delta, **own}
         idle = [name for name, value in mooncake.items() if value is not None]
         if self.store is StoreKind.LOCAL and idle:
             raise ValueError(
@@ -411,6 +501,14 @@ class Environments(Section, frozen=True, kw_only=True):
     """Environments of one worker that act at the same time."""
     max_sessions: PositiveInt = 4096
     """Episodes a worker holds at once."""
+    warm_groups: NonNegativeInt = 0
+    """Groups whose environments are reset before the staleness bound admits them, so that nobody waits for it."""
+    backoff_s: NonNegativeFloat = 0.2
+    """An episode that begins again after an infrastructure failure waits so long, then twice as long, and so on."""
+    restarts: NonNegativeInt = 8
+    """Times in a row that a worker that ended is started again: after 1 s, then 2 s, and so on."""
+    max_output_mib: PositiveFloat = 16.0
+    """What one episode may print; more fails it.  It goes to the worker's log."""
 
 
 class Evaluation(Section, frozen=True, kw_only=True):
@@ -424,6 +522,10 @@ class Evaluation(Section, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.every and not self.episodes:
             raise ValueError("every does nothing while episodes is 0")
+
+
+_OF_THE_BATCH = {"loss_mean", "loss_mean_tokens"}
+"""What of ``algorithm`` counts for all tasks."""
 
 
 class Config(Section, frozen=True, kw_only=True):
@@ -442,6 +544,7 @@ class Config(Section, frozen=True, kw_only=True):
     sampling: Sampling = Sampling()
     rollout: Rollout = Rollout()
     algorithm: Algorithm = Algorithm()
+    health: Health = Health()
     trainer: Trainer = Trainer()
     inference: Inference = Inference()
     weights: Weights = Weights()
@@ -458,6 +561,19 @@ class Config(Section, frozen=True, kw_only=True):
         repeated = {name for name in names if names.count(name) > 1}
         if repeated:
             raise ValueError(f"task names must differ: {', '.join(sorted(repeated))} is there twice")
+        for step in sorted({step for task in self.tasks for step in task.curriculum}):
+            if not any(task.weight_at(step) for task in self.tasks):
+                raise ValueError(f"at step {step} the curriculum gives every task the weight 0")
+        for task in self.tasks:
+            if (task.context_tokens or 0) > self.inference.max_model_len:
+                raise ValueError(
+                    f"task {task.name}: context_tokens ({task.context_tokens}) is beyond inference.max_model_len "
+                    f"({self.inference.max_model_len})"
+                )
+            if (task.sampling.max_tokens or 0) >= (task.context_tokens or self.inference.max_model_len):
+                raise ValueError(
+                    f"task {task.name}: sampling.max_tokens ({task.sampling.max_tokens}) leaves no room for a prompt"
+                )
         if self.heartbeat_timeout_s <= 2 * self.heartbeat_s:
             raise ValueError("heartbeat_timeout_s must be more than twice heartbeat_s")
         if self.model.random and self.inference.max_model_len > self.model.random.max_position_embeddings:
@@ -469,6 +585,27 @@ class Config(Section, frozen=True, kw_only=True):
             raise ValueError(
                 f"sampling.max_tokens ({self.sampling.max_tokens}) leaves no room for a prompt in "
                 f"inference.max_model_len ({self.inference.max_model_len})"
+            )
+
+        for each in [self.algorithm, *(task.algorithm for task in self.tasks if task.algorithm)]:
+            if self.trainer.context_parallel > 1 and each.loss in (Loss.GSPO, Loss.TOPR):
+                raise ValueError(
+                    f"algorithm.loss: {each.loss} needs the ratio of whole trajectories, which "
+                    "trainer.context_parallel divides"
+                )
+        for task in self.tasks:
+            own = task.algorithm
+            if own is not None and (own.loss_mean, own.loss_mean_tokens) != (
+                self.algorithm.loss_mean,
+                self.algorithm.loss_mean_tokens,
+            ):
+                raise ValueError(
+                    f"task {task.name} has algorithm.loss_mean: {own.loss_mean}, but the run has "
+                    f"{self.algorithm.loss_mean}: a batch has one mean, so write the run's into the task's section too"
+                )
+        if all(task.algorithm for task in self.tasks) and self.algorithm.given().keys() - _OF_THE_BATCH:
+            raise ValueError(
+                "algorithm does nothing where every task has its own: leave only loss_mean and loss_mean_tokens in it"
             )
         check_routing(
             self.inference.all_pools, self.inference.hw_affinity, self.inference.disaggregation, names
@@ -484,6 +621,12 @@ class Config(Section, frozen=True, kw_only=True):
                 f"rollout.schedule sync takes every turn together, so all {self.rollout.most_open_members} "
                 f"trajectories of a batch need a place: environments.workers × max_sessions is {places}"
             )
+        grouped = [task.name for task in self.tasks for reward in task.rewards if reward.scope is Scope.GROUP]
+        if self.rollout.schedule is Schedule.SYNC and grouped:
+            raise ValueError(
+                f"task {grouped[0]}: a reward of scope group waits for the group's members, and rollout.schedule sync "
+                "for the reward"
+            )
         if self.evaluation.episodes and self.environments.max_sessions < 2:
             raise ValueError(
                 "environments.max_sessions (1) leaves no place for evaluations beside training: make it at least 2"
@@ -498,6 +641,10 @@ class Config(Section, frozen=True, kw_only=True):
     def optimizer_steps(self) -> int:
         """Optimiser steps of the whole run, at most: a batch of few groups makes fewer."""
         return self.steps * self.trainer.minibatches
+
+    def algorithm_of(self, task: str) -> Algorithm:
+        """The algorithm that trains on ``task``'s trajectories; ``KeyError`` when there is no such task."""
+        return self.task(task).algorithm or self.algorithm
 
     def task(self, name: str) -> Task:
         """The task of that name; ``KeyError`` when there is none."""

@@ -42,6 +42,7 @@ __all__ = [
     "Publish",
     "Published",
     "Pull",
+    "Pulled",
     "Ready",
     "Refused",
     "Release",
@@ -72,7 +73,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 class Role(enum.StrEnum):
@@ -158,6 +159,8 @@ class Ready(Message):
     capacity: int
     """Requests the worker serves at once."""
     facts: dict[str, str]
+    tasks: list[str] = []
+    """The tasks that an environment worker holds episodes of; empty: all."""
 
 
 class Beat(Message):
@@ -271,12 +274,23 @@ class Suspend(Message):
 
 
 class Pull(Message):
-    """Bring version ``version`` to this host and check it, in the background.  Answer: ``Done``."""
+    """Bring version ``version`` to this host and check it, in the background.  Answer: ``Pulled``."""
 
     seq: int
     version: int
     manifest: str
     """The version's reference, as ``Published`` has it."""
+
+
+class Pulled(Message):
+    """A version is in this host's memory, and its bytes are right."""
+
+    seq: int
+    size_bytes: int
+    moved_bytes: int = 0
+    """Of them, what came from elsewhere: nothing on the trainer's own machine, less than all where little changed."""
+    refetched: int = 0
+    """Buckets that came twice, since their bytes were wrong the first time."""
 
 
 class Update(Message):
@@ -348,6 +362,12 @@ class Observation(Message):
     """Of this step; 0 at reset."""
     done: bool
     info: dict[str, float]
+    text: str = ""
+    """What ``ids`` were rendered from; here and below only where the task has a ``reward`` in the config."""
+    answer: str = ""
+    """The text of the action; empty at reset."""
+    reference: str = ""
+    """The environment's ``reference``, as it is now."""
 
 
 # --- training -------------------------------------------------------------------------------------------
@@ -366,6 +386,12 @@ class TrainSample(msgspec.Struct, array_like=True, frozen=True, gc=False):
     versions: list[VersionRun]
     """Runs over the S sampled tokens, in order."""
     reward: float
+    turn_tokens: bytes = b""
+    """int32[K], one a turn: how many of the S were sampled in it; empty: as the mask's runs say."""
+    turn_rewards: bytes = b""
+    """float32[K]: what the environment gave for each turn; what ``reward`` has beyond them came with the last."""
+    truncated: bool = False
+    """It was cut, and scored as it was."""
 
 
 class TrainGroup(msgspec.Struct, array_like=True, frozen=True):
@@ -518,6 +544,7 @@ ToController = (
     | Failure
     | Generated
     | Updated
+    | Pulled
     | Observation
     | Trained
     | Published

@@ -20,6 +20,7 @@ from rollart.protocol import (
     Generated,
     Message,
     Pull,
+    Pulled,
     Resume,
     Suspend,
     ToWorker,
@@ -168,7 +169,7 @@ class DrivenWorker:
         return version, self.store.publish(version, buffers_of(tensors.items()))
 
     async def pull(self, version: int, manifest: str) -> None:
-        assert isinstance(await self.ask(Pull(next(self._seq), version, manifest)), Done)
+        assert isinstance(await self.ask(Pull(next(self._seq), version, manifest)), Pulled)
 
     async def suspend(self) -> None:
         assert isinstance(await self.ask(Suspend(next(self._seq))), Done)

@@ -22,7 +22,6 @@ from rollart.controller.invariants import Invariants
 from rollart.controller.progress import Progress as Shown
 from rollart.controller.run_folder import RunFolder
 from rollart.controller.transport import ZmqTransport
-from rollart.declare import Cluster
 from rollart.launch.local import Placement, WorkerExit
 from rollart.packing import pack_floats, pack_ids, unpack_ids
 from rollart.peer import Peer
@@ -39,6 +38,7 @@ from rollart.protocol import (
     Publish,
     Published,
     Pull,
+    Pulled,
     Ready,
     Reset,
     Resume,
@@ -132,7 +132,7 @@ class ScriptedInference(Worker):
                 return await self.generate(seq, count, temperature)
             case Pull(seq=seq, version=version):
                 self.pulled = version
-                return Done(seq)
+                return Pulled(seq, 0)
             case Suspend(seq=seq):
                 self.running.clear()
                 self.released.clear()
@@ -247,7 +247,7 @@ class ScriptedEnvironment(Worker):
                     raise broken
                 assert len(self.left) < self.script.places
                 self.left[session] = self.script.turns(seed)
-                return Observation(seq, pack_ids([5, 6, 7]), 0.0, False, {})
+                return Observation(seq, pack_ids([5, 6, 7]), 0.0, False, {}, "567", "", f"seed {seed}")
             case Step(seq=seq, session=session, action=action):
                 error = self.script.fail_step(message)
                 if error is not None:
@@ -255,7 +255,9 @@ class ScriptedEnvironment(Worker):
                 await asyncio.sleep(self.script.step_s())
                 self.left[session] -= 1
                 reward = unpack_ids(action)[0] % 2
-                return Observation(seq, pack_ids([8, 9]), float(reward), self.left[session] <= 0, {})
+                done = self.left[session] <= 0
+                said = str(unpack_ids(action)[0])
+                return Observation(seq, pack_ids([8, 9]), float(reward), done, {}, "89", said)
             case Close(session=session):
                 self.left.pop(session, None)
                 return None
@@ -304,9 +306,7 @@ class ScriptedLauncher:
 class ScriptedRun:
     """A controller with scripted workers, and what it left."""
 
-    def __init__(
-        self, config: Config, script: Script, path: Path, *, clusters: Sequence[Cluster] = ()
-    ) -> None:
+    def __init__(self, config: Config, script: Script, path: Path, **options: Any) -> None:
         self.folder = RunFolder(path)
         self.folder.create(config)
         assert config.model.random is not None
@@ -327,7 +327,7 @@ class ScriptedRun:
             launch=launch,
             progress=Shown(self.output, config.steps),
             vocabulary_size=vocabulary_size(self.folder.model),
-            clusters=clusters,
+            **options,
         )
 
     @property

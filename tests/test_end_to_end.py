@@ -237,3 +237,21 @@ def test_prefill_and_decode_apart_and_the_prefiller_killed(tmp_path: Path) -> No
     assert ("Split", "decode", "H20", "H20") in bound
     assert ("Whole", "both", "H20", "H20") in bound
     assert max(row["logprob_gap_mean"] for row in run.rows) < GAP
+
+
+def test_reward_functions_score_a_real_run_from_the_local_host(tmp_path: Path) -> None:
+    settings = ["steps=3", "evaluation.episodes=20", "trainer.verify_share=1"]
+    with started(tmp_path, "frozen_lake_rewards.yaml", *settings) as run:
+        run.wait_for_steps(1)
+        assert run.process.wait(300) == 0, run.output
+        assert run.survivors(5) == []
+    run.check_events()
+    for row in run.rows:
+        moves = row["reward/FrozenLake/part/moves_mean"]
+        assert 1 <= moves <= 10 and row["reward/FrozenLake/part/well_formed_mean"] == 1.0
+        assert row["reward/FrozenLake/calls"] > 0 and row["reward/FrozenLake/busy_seconds"] > 0
+        assert row["reward_mean"] <= 1.1 and row["logprob_gap_mean"] < GAP
+    log = (run.folder / "logs" / "functions.log").read_text()
+    assert "serving examples.lake_rewards:short_path at http://127.0.0.1:" in log
+    config = (run.folder / "config.yaml").read_text()
+    assert "max_instances: 4" in config, "what the function declares is part of the resolved config"

@@ -463,7 +463,10 @@ async def test_failures_of_a_reset(model: Path) -> None:
     async with worker_of(model, *tasks) as worker:
         wrong = await ask(worker, reset("a", "t0", 7))
         assert isinstance(wrong, Failure) and wrong.kind is FailureKind.DETERMINISTIC
-        assert wrong.message == "Echo.reset returned int 7; it must return the first observation, a str"
+        assert (
+            wrong.message
+            == "Echo.reset returned int 7; it must return the first observation, a str or a list of messages"
+        )
         empty = await ask(worker, reset("a", "t1"))
         assert isinstance(empty, Failure) and "returned an empty text" in empty.message
         with pytest.raises(Deterministic, match="no task 't9'"):

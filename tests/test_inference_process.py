@@ -32,6 +32,7 @@ from rollart.protocol import (
     Hello,
     Message,
     Pull,
+    Pulled,
     Ready,
     Resume,
     Shutdown,
@@ -180,7 +181,7 @@ def swap(
     """Publish, pull, suspend and update; the answer to the update."""
     manifest = store.publish(version, buffers_of(tensors.items()))
     seq = controller.next_seq
-    controller.call("control", Pull(seq(), version, manifest), Done)
+    controller.call("control", Pull(seq(), version, manifest), Pulled)
     controller.call("control", Suspend(seq()), Done)
     return controller.call("control", Update(seq(), version, pack_ids(CANARY)), Message)
 

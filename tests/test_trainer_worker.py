@@ -15,7 +15,8 @@ import pytest
 import torch
 import zmq
 
-from rollart.packing import pack_ids, unpack_floats
+from rollart.batch_file import batch_path, read_batch
+from rollart.packing import pack_floats, pack_ids, unpack_floats
 from rollart.peer import Peer
 from rollart.protocol import (
     Attach,
@@ -43,7 +44,7 @@ from rollart.protocol import (
 )
 from rollart.weights.local import LocalStore
 from rollart.weights.tensors import tensors_of
-from tests.trainer_case import frames_of, make_config, make_groups, reference_model, write_model
+from tests.trainer_case import frames_of, make_config, make_groups, reference_model, replaced, write_model
 
 Answer = TypeVar("Answer", bound=Message)
 CANARY = list(range(3, 30))
@@ -194,7 +195,7 @@ def test_train_publish_checkpoint_export_and_collect(controller: Controller, mod
     assert "at 1" in controller.ask(Failure, Publish(8, 2, 0, pack_ids(CANARY))).message
 
     assert controller.ask(Done, Collect(9, 1)) == Done(9)
-    assert {each.name.partition("-")[0] for each in (folder / "store").iterdir()} == {"v1"}
+    assert {each.name.partition("-")[0] for each in (folder / "store").glob("v*")} == {"v1"}
     for seq in (10, 11):
         assert controller.ask(Done, SaveCheckpoint(seq, str(folder / "checkpoint"), 1)) == Done(seq)
     assert (folder / "checkpoint" / "rollart.json").is_file()
@@ -204,6 +205,17 @@ def test_train_publish_checkpoint_export_and_collect(controller: Controller, mod
     assert sorted(each.name for each in path.parent.iterdir()) == ["step-000021", "step-000022"]
     assert controller.ask(Failure, Export(12, str(folder / "export"))).kind is FailureKind.DETERMINISTIC
     assert controller.beats
+
+
+def test_the_batch_of_a_skipped_step_is_kept(controller: Controller, model: Path) -> None:
+    (group,) = make_groups(reference_model(model), make_config(), version=1, groups=1)
+    never = pack_floats([-1000.0] * sum(group.samples[0].mask))  # as good as impossible for the engine
+    group = replaced(replaced(group, 0, reward=-1.0, logprobs=never), 1, reward=1.0)
+    controller.ask(Done, TrainPart(50, 60, 0), frames_of([group]))
+    trained = controller.ask(Trained, TrainStep(51, 60, 1, 1, 0.0))
+    assert trained.skipped
+    assert trained.version == 1
+    assert read_batch(batch_path(controller.folder, 60)) == [group]
 
 
 def test_what_a_trainer_does_not_serve_is_refused(controller: Controller) -> None:

@@ -25,6 +25,7 @@ from rollart.protocol import (
     Hello,
     Message,
     Pull,
+    Pulled,
     Ready,
     Role,
     Suspend,
@@ -197,10 +198,10 @@ async def test_a_late_answer_is_dropped_and_the_request_cancelled(wire: Wire) ->
 async def test_a_silent_worker_is_lost_and_its_calls_fail_at_once(wire: Wire) -> None:
     _, link = await wire.join("one")
     with pytest.raises(CallError, match="one is lost: silent for 1 s"):
-        await wire.switchboard.call(link, Pull(wire.switchboard.next_seq(), 1, "m"), Done, timeout_s=60)
+        await wire.switchboard.call(link, Pull(wire.switchboard.next_seq(), 1, "m"), Pulled, timeout_s=60)
     assert wire.changes[-1] == ("one", LinkState.GONE, "silent for 1 s")
     with pytest.raises(CallError, match="gone"):
-        await wire.switchboard.call(link, Pull(wire.switchboard.next_seq(), 1, "m"), Done, timeout_s=60)
+        await wire.switchboard.call(link, Pull(wire.switchboard.next_seq(), 1, "m"), Pulled, timeout_s=60)
 
 
 async def test_nobody_listens_beyond_loopback_and_the_key_file_is_private(wire: Wire, tmp_path: Path) -> None:

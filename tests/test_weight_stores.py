@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import signal
 import tempfile
@@ -14,7 +15,8 @@ import pytest
 import torch
 
 from rollart.launch.mooncake import MooncakeServers
-from rollart.weights.local import LocalStore, open_weights
+from rollart.weights.local import LocalStore
+from rollart.weights.mapped import open_weights
 from rollart.weights.mooncake import MooncakeStore, UnreachableStore
 from rollart.weights.store import MissingWeights, StoreError, Superseded, TransferFailed, WeightStore
 from rollart.weights.tensors import buffers_of, tensors_of
@@ -120,10 +122,13 @@ async def test_a_pull_that_nobody_wants_any_more_stops_and_leaves_nothing(
 ) -> None:
     trainer, inference = stores
     reference = trainer.publish(0, buffers_of(model(0).items()))
-    before = sum(1 for _ in memory.rglob("*"))
-    with pytest.raises(Superseded, match="version 0 is not wanted"):
-        inference.pull(reference, stop=lambda: True)
-    assert sum(1 for _ in memory.rglob("*")) == before
+    left = []
+    for _ in range(3):
+        with pytest.raises(Superseded, match="version 0 is not wanted"):
+            inference.pull(reference, stop=lambda: True)
+        left.append(sum(1 for _ in memory.rglob("*")))
+    assert left == [left[0]] * 3  # memory for the next pull, and nothing of this one
+    assert not list(memory.rglob("pulled-*"))
     with inference.pull(reference) as weights:
         assert_same(dict(tensors_of(weights)), model(0))
 
@@ -137,6 +142,28 @@ async def test_a_version_stored_anew_has_another_reference(stores: tuple[WeightS
     for weights in (inference.pull(anew), held, open_weights(held.path, verify=True)):
         assert_same(dict(tensors_of(weights)), model(0))
         weights.close()
+
+
+async def test_memory_is_used_again_and_never_while_it_is_read(
+    stores: tuple[WeightStore, WeightStore], memory: Path
+) -> None:
+    trainer, inference = stores
+    lease_s = 3 * LEASE_S if isinstance(trainer, MooncakeStore) else 0
+    reader = inference.pull(trainer.publish(0, buffers_of(model(0).items())))
+    engine = open_weights(reader.path, verify=False)  # an engine that outlives its worker's interest
+    reader.close()
+    sizes = []
+    for version in range(1, 6):
+        with inference.pull(trainer.publish(version, buffers_of(model(version).items()))) as weights:
+            assert_same(dict(tensors_of(weights)), model(version))
+        assert_same(dict(tensors_of(engine)), model(0))
+        await asyncio.sleep(lease_s)
+        trainer.collect(version)
+        files = [path for path in memory.rglob("*") if path.is_file() and path.suffix != ".log"]
+        files = [path for path in files if path.name != "manifest"]
+        sizes.append(sum(path.stat().st_size for path in files))
+    assert sizes[2:] == [sizes[2]] * 3
+    engine.close()
 
 
 # --- Mooncake --------------------------------------------------------------------------------------------
@@ -189,6 +216,80 @@ async def test_a_store_that_is_full_says_what_to_do_and_keeps_what_it_has(
     with pytest.raises(TransferFailed, match=r"no room.*weights\.node_gib"):
         trainer.publish(1, buffers_of(large.items()))
     inference.pull(kept).close()
+    trainer.close()
+    inference.close()
+
+
+def changed(tensors: dict[str, torch.Tensor], elements: int) -> dict[str, torch.Tensor]:
+    """The same, but for so many elements of each tensor of floats."""
+    after = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+    for tensor in after.values():
+        if tensor.is_floating_point():
+            tensor.view(-1)[:elements] += 1
+    return after
+
+
+@pytest.mark.parametrize("held", [False, True])
+async def test_only_changes_travel_to_who_has_the_version_before(
+    servers: MooncakeServers, memory: Path, held: bool
+) -> None:
+    trainer, inference, late = (
+        MooncakeStore(servers.address, memory / name, run="test", bucket_bytes=1024, delta=True)
+        for name in ("trainer", "inference", "late")
+    )
+    versions = [model(0), changed(model(0), 1), changed(model(0), 1), changed(model(0), 3), model(1)]
+    before, moved = None, []
+    for version, tensors in enumerate(versions):
+        reference = trainer.publish(version, buffers_of(tensors.items()))
+        weights = inference.pull(reference)
+        assert_same(dict(tensors_of(weights)), tensors)
+        moved.append(weights.moved_bytes)
+        if before is not None:
+            before.close()
+        if held:
+            before = weights
+        else:
+            weights.close()
+        trainer.collect(version)
+        with late.pull(reference) as fresh:  # it may have any version, or none
+            assert_same(dict(tensors_of(fresh)), tensors)
+        late.close()
+        late = MooncakeStore(servers.address, memory / "late", run="test", bucket_bytes=1024, delta=True)
+    assert moved[1] < moved[0] / 10
+    assert moved[2] == 0
+    assert moved[3] < moved[0] / 10
+    assert moved[4] > moved[0] / 2
+    if before is not None:
+        before.close()
+    await asyncio.sleep(3 * LEASE_S)
+    trainer.collect(len(versions))
+    for store in (trainer, inference, late):
+        store.close()
+
+
+@pytest.mark.parametrize("delta", [False, True])
+async def test_wrong_bytes_are_fetched_again_and_counted(
+    servers: MooncakeServers, memory: Path, delta: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, inference = (
+        MooncakeStore(servers.address, memory / name, run="test", bucket_bytes=1024, delta=delta)
+        for name in ("trainer", "inference")
+    )
+    inference.pull(trainer.publish(0, buffers_of(model(0).items()))).close()
+    reference = trainer.publish(1, buffers_of(changed(model(0), 2).items()))
+    get, calls = inference._get, []
+
+    def garbled(names: list[str], addresses: list[int], sizes: list[int]) -> None:
+        get(names, addresses, sizes)
+        calls.append(names)
+        if len(calls) == 1:
+            ctypes.memset(addresses[0], 0x5A, 3)
+
+    monkeypatch.setattr(inference, "_get", garbled)
+    with inference.pull(reference) as weights:
+        assert weights.refetched == 1
+        assert_same(dict(tensors_of(weights)), changed(model(0), 2))
+    assert any(name.endswith("-changes") for name in calls[0]) == delta
     trainer.close()
     inference.close()
 

@@ -14,9 +14,11 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
+    MixtralConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from rollart.config import Algorithm, Config, Model, Rollout, Sampling, Task
@@ -27,7 +29,7 @@ from rollart.protocol import TrainGroup, TrainSample, VersionRun, encode_group
 VOCABULARY = 48
 ALLOWED = [5, 7, 11, 30]
 TEMPERATURE = 0.8
-KINDS = ("qwen3", "qwen3-tied", "qwen2", "llama")
+KINDS = ("qwen3", "qwen3-tied", "qwen2", "llama", "qwen3-moe", "mixtral")
 
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -38,6 +40,13 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
     "initializer_range": 0.3,
+}
+EXPERTS: dict[str, Any] = {
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "tie_word_embeddings": False,
 }
 
 
@@ -52,6 +61,12 @@ def shape_of(kind: str) -> PreTrainedConfig:
             return Qwen2Config(**SHAPE, tie_word_embeddings=False)
         case "llama":
             return LlamaConfig(**SHAPE, tie_word_embeddings=False)
+        case "qwen3-moe":
+            return Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=16, num_experts=4, moe_intermediate_size=24)
+        case "mixtral":
+            return MixtralConfig(
+                **SHAPE, num_experts_per_tok=2, num_local_experts=4, tie_word_embeddings=False
+            )
     raise ValueError(kind)
 
 
@@ -180,7 +195,7 @@ def grpo_loss(model: Any, groups: Sequence[TrainGroup], config: Config) -> Tenso
     for group in groups:
         rewards = torch.tensor([sample.reward for sample in group.samples])
         advantages = rewards - rewards.mean()
-        if algorithm.normalize_std:
+        if algorithm.divides_by_std:
             advantages = advantages / (rewards.std() + 1e-4)
         for sample, advantage in zip(group.samples, advantages, strict=True):
             ids = unpack_ids(sample.ids)
@@ -191,7 +206,8 @@ def grpo_loss(model: Any, groups: Sequence[TrainGroup], config: Config) -> Tenso
                     continue
                 row = known[at - 1]
                 ratio = torch.exp(row[ids[at]] - next(behaviour))
-                bounded = torch.clamp(ratio, 1 - algorithm.clip_low, 1 + algorithm.clip_high)
+                low, high = algorithm.clip
+                bounded = torch.clamp(ratio, 1 - low, 1 + high)
                 possible = row[row > -math.inf]
                 entropy = -(possible.exp() * possible).sum()
                 total = total - torch.minimum(ratio * advantage, bounded * advantage)

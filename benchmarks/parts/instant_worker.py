@@ -38,6 +38,7 @@ from rollart.protocol import (
     Publish,
     Published,
     Pull,
+    Pulled,
     Ready,
     Reset,
     Resume,
@@ -163,14 +164,10 @@ class InstantWorker:
             case Resume(seq=seq):
                 self._held = False
                 return Done(seq)
-            case (
-                TrainPart(seq=seq)
-                | Pull(seq=seq)
-                | Collect(seq=seq)
-                | Export(seq=seq)
-                | SaveCheckpoint(seq=seq)
-            ):
+            case TrainPart(seq=seq) | Collect(seq=seq) | Export(seq=seq) | SaveCheckpoint(seq=seq):
                 return Done(seq)
+            case Pull(seq=seq):
+                return Pulled(seq, 0)
             case Shutdown():
                 self._over = True
         return None

@@ -13,21 +13,25 @@ from typing import Self
 
 import numpy as np
 
-from rollart.weights.local import LocalStore, checksum_of
+from rollart.weights.local import LocalStore
+from rollart.weights.mapped import checksum_of
 from rollart.weights.mooncake import MooncakeStore
 from rollart.weights.store import WeightStore
 
-__all__ = ["Pullers", "open_store"]
+__all__ = ["RUN", "Pullers", "open_store"]
+
+RUN = "benchmark"
+"""What the store's keys begin with."""
 
 Order = tuple[str, list[str], list[int]]
 """``pull`` with a reference, or ``raw`` with keys and sizes."""
 
 
-def open_store(master: str, scratch: Path, name: str) -> WeightStore:
+def open_store(master: str, scratch: Path, name: str, *, delta: bool = False) -> WeightStore:
     """The local store below ``scratch``, or where there is a ``master`` Mooncake's."""
     if not master:
         return LocalStore(scratch / "store")
-    return MooncakeStore(master, scratch / name, run="benchmark")
+    return MooncakeStore(master, scratch / name, run=RUN, delta=delta)
 
 
 class Pullers:
@@ -77,7 +81,7 @@ class Pullers:
 def _serve(end: Connection, master: str, scratch: Path, name: str) -> None:
     store = open_store(master, scratch, name)
     end.send("ready")
-    buffer: np.ndarray[tuple[int], np.dtype[np.uint8]] | None = None
+    raw: _Raw | None = None
     while True:
         try:
             order, keys, sizes = end.recv()
@@ -89,24 +93,29 @@ def _serve(end: Connection, master: str, scratch: Path, name: str) -> None:
             store.pull(keys[0]).close()
             end.send(time.perf_counter() - started)
             continue
-        assert isinstance(store, MooncakeStore)
-        if buffer is None or len(buffer) < sum(sizes):
-            buffer = np.ones(sum(sizes), np.uint8)  # written to: its pages are there
-            store._client.register_buffer(buffer.ctypes.data, buffer.nbytes)
-        end.send(_raw(store, buffer, keys, sizes))
+        raw = raw or _Raw(master, sum(sizes))
+        end.send(raw.get(keys, sizes))
 
 
-def _raw(
-    store: MooncakeStore,
-    buffer: np.ndarray[tuple[int], np.dtype[np.uint8]],
-    keys: list[str],
-    sizes: list[int],
-) -> float:
-    started = time.perf_counter()
-    offsets = [sum(sizes[:number]) for number in range(len(sizes))]
-    found = store._client.batch_get_into(keys, [buffer.ctypes.data + offset for offset in offsets], sizes)
-    if list(found) != sizes:
-        raise RuntimeError(f"Mooncake's batch get gave {found}")
-    for offset, size in zip(offsets, sizes, strict=True):
-        checksum_of(memoryview((ctypes.c_char * size).from_address(buffer.ctypes.data + offset)))
-    return time.perf_counter() - started
+class _Raw:
+    """Mooncake's client and nothing else."""
+
+    def __init__(self, master: str, size: int) -> None:
+        from mooncake.store import MooncakeDistributedStore
+
+        self._client = MooncakeDistributedStore()
+        self._client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", master)
+        self._buffer = np.ones(size, np.uint8)  # written to: its pages are there
+        self._client.register_buffer(self._buffer.ctypes.data, size)
+
+    def get(self, keys: list[str], sizes: list[int]) -> float:
+        """Seconds to get all, and compute the checksums."""
+        started = time.perf_counter()
+        first = self._buffer.ctypes.data
+        offsets = [sum(sizes[:number]) for number in range(len(sizes))]
+        found = self._client.batch_get_into(keys, [first + offset for offset in offsets], sizes)
+        if list(found) != sizes:
+            raise RuntimeError(f"Mooncake's batch get gave {found}")
+        for offset, size in zip(offsets, sizes, strict=True):
+            checksum_of(memoryview((ctypes.c_char * size).from_address(first + offset)))
+        return time.perf_counter() - started

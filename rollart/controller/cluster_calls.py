@@ -39,7 +39,7 @@ class ClusterCalls:
         found: dict[str, list[str]] = {name: [] for name in self._proxy.orders.classes}
         for link in self._switchboard.of(Role.INFERENCE):
             found.setdefault(link.hello.hardware_class, []).append(link.name)
-        return found
+        return {name: sorted(workers) for name, workers in found.items()}
 
     async def call(
         self,

@@ -85,6 +85,7 @@ def _run(options: argparse.Namespace) -> int:
 
     config = load_config(options.config, options.overrides)
     preflight.check_environments(config)
+    config = preflight.resolve_rewards(config)
     folder = RunFolder.choose(config)
     if options.dry_run:
         from rollart.controller.resource_manager import ResourceManager

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import yaml
 
-from rollart.config import Config
+from rollart.config import Config, Task
 from rollart.errors import ConfigError
 
 __all__ = ["load_config"]
@@ -160,6 +160,10 @@ def _index(items: list[Any], part: str, path: str) -> int:
 
 def _convert(raw: dict[str, Any]) -> Config:
     _refuse_sampling(raw.get("sampling"))
+    tasks = raw.get("tasks")
+    for position, task in enumerate(tasks if isinstance(tasks, list) else ()):
+        if isinstance(task, dict):
+            _refuse_sampling(task.get("sampling"), f"tasks.{position}.")
     for path, number in _numbers(raw, ""):
         if not math.isfinite(number):
             raise ConfigError(f"{path}: must be a finite number (it is {number})")
@@ -182,12 +186,12 @@ def _numbers(raw: object, path: str) -> Iterator[tuple[str, float]]:
         yield from _numbers(value, f"{path}.{key}" if path else str(key))
 
 
-def _refuse_sampling(sampling: object) -> None:
+def _refuse_sampling(sampling: object, prefix: str = "") -> None:
     for name in sampling if isinstance(sampling, dict) else ():
         if name in REFUSED_SAMPLING:
             raise ConfigError(
-                f"sampling.{name} is not supported: {REFUSED_SAMPLING[name]}, so the log-probabilities of training "
-                "would not be those of the distribution that was sampled"
+                f"{prefix}sampling.{name} is not supported: {REFUSED_SAMPLING[name]}, so the log-probabilities of "
+                "training would not be those of the distribution that was sampled"
             )
 
 
@@ -301,7 +305,19 @@ def _resolve_tokens(config: Config) -> Config:
         name: _ids(name, getattr(sampling, name), vocabulary, size)
         for name in ("allowed_token_ids", "stop_token_ids")
     }
-    return msgspec.structs.replace(config, sampling=msgspec.structs.replace(sampling, **resolved))
+    tasks = [_resolve_task(number, task, vocabulary, size) for number, task in enumerate(config.tasks)]
+    return msgspec.structs.replace(
+        config, sampling=msgspec.structs.replace(sampling, **resolved), tasks=tasks
+    )
+
+
+def _resolve_task(number: int, task: Task, vocabulary: Mapping[str, int], size: int) -> Task:
+    """The task's own token names as ids."""
+    own = task.sampling.stop_token_ids
+    if own is None:
+        return task
+    ids = _ids("stop_token_ids", own, vocabulary, size, f"tasks.{number}.")
+    return msgspec.structs.replace(task, sampling=msgspec.structs.replace(task.sampling, stop_token_ids=ids))
 
 
 def _vocabulary(config: Config) -> Mapping[str, int]:
@@ -320,10 +336,12 @@ def _vocabulary(config: Config) -> Mapping[str, int]:
         raise ConfigError(f"model.path: can't read the vocabulary of {folder}: {error}") from None
 
 
-def _ids(name: str, tokens: list[int | str], vocabulary: Mapping[str, int], size: int) -> list[int]:
-    ids = []
+def _ids(
+    name: str, tokens: list[int | str], vocabulary: Mapping[str, int], size: int, prefix: str = ""
+) -> list[int]:
+    ids: list[int] = []
     for position, token in enumerate(tokens):
-        where = f"sampling.{name}.{position}"
+        where = f"{prefix}sampling.{name}.{position}"
         if isinstance(token, str):
             if token not in vocabulary:
                 close = difflib.get_close_matches(token, vocabulary, n=1)
@@ -334,5 +352,5 @@ def _ids(name: str, tokens: list[int | str], vocabulary: Mapping[str, int], size
             raise ConfigError(f"{where}: token id {token} is outside the vocabulary (0 to {size - 1})")
         ids.append(token)
     if len(set(ids)) != len(ids):
-        raise ConfigError(f"sampling.{name}: a token is there twice")
+        raise ConfigError(f"{prefix}sampling.{name}: a token is there twice")
     return ids

@@ -26,7 +26,9 @@ from rollart.controller.losses import Losses
 from rollart.controller.metrics import Metrics
 from rollart.controller.progress import Progress
 from rollart.controller.resource_manager import ResourceManager
-from rollart.controller.rewards import RewardClient, Rewards
+from rollart.controller.restarts import Restarts
+from rollart.controller.reward_backends import backends
+from rollart.controller.rewards import OwnRewards, RewardClient, Rewards
 from rollart.controller.rollout import Rollout
 from rollart.controller.run_context import RunContext
 from rollart.controller.run_folder import RunOutput
@@ -48,6 +50,8 @@ logger = logging.getLogger(__name__)
 SALVAGE_PATIENCE_S = 3.0
 SHUTDOWN_GRACE_S = 3.0
 STATUS_EVERY_S = 0.5
+RESTART_PATIENCE_S = 1.0
+"""For the end of the process of an environment worker that is lost."""
 
 
 class Outcome(enum.StrEnum):
@@ -74,6 +78,17 @@ class Launcher(Protocol):
         """What a worker's log says last."""
 
 
+class FunctionsAddress(Protocol):
+    """Where the local function host is."""
+
+    token: str
+    """What it wants to be told by whoever calls."""
+
+    @property
+    def address(self) -> str:
+        """``http://HOST:PORT``, as it is now: a host that is started again has another."""
+
+
 class Controller:
     """One run.
 
@@ -91,13 +106,15 @@ class Controller:
         vocabulary_size: int,
         rewards: Rewards | None = None,
         store_master: str = "",
+        functions: FunctionsAddress | None = None,
         unix_time: Callable[[], float] = time.time,
         clusters: Sequence[Cluster] = (),
     ) -> None:
         """``folder`` is created; ``launch(on_exit)`` makes the launcher of the workers; ``vocabulary_size``
-        is the model's; ``rewards`` scores trajectories, by default with their environment's own rewards;
-        ``store_master`` is the Mooncake master's address, where weights travel through one; ``clusters`` are bound
-        to the run's workers when those serve."""
+        is the model's; ``rewards`` scores trajectories, by default as the tasks' ``reward`` sections say;
+        ``store_master`` is the Mooncake master's address, where weights travel through one; ``functions`` is
+        the function host, where a reward is ``local``; ``clusters`` are bound to the run's workers when those
+        serve."""
         self.config = config
         self.folder = folder
         self.model_dir = Path(config.model.path).absolute() if config.model.path else folder.model
@@ -105,7 +122,9 @@ class Controller:
         self._launch = launch
         self._progress = progress
         self._vocabulary_size = vocabulary_size
-        self._rewards = rewards or RewardClient()
+        self._own_rewards = rewards
+        self._functions = functions
+        self._rewards: Rewards
         self._store_master = store_master
         self._unix_time = unix_time
         self._clusters = clusters
@@ -169,9 +188,18 @@ class Controller:
         self._context = RunContext(write=self.events.write, bug=self.fail)
         self.metrics = Metrics(self._context.clock, refusals=self._refusals)
         self.events.listen(self.metrics.listen)
+        self.events.listen(self._tell_quarantine)
         self._launcher = self._launch(self._on_exit)
+        self._restarts = Restarts(
+            config.environments.restarts,
+            start=self._launcher.start,
+            gave_up=self._miss_environments,
+            say=self._progress.say,
+            patience_s=config.start_timeout_s,
+        )
         schedule = config.rollout.schedule
         bound = bound_of(schedule, config.rollout.staleness_bound, config.rollout.update_at)
+        self._rewards = self._own_rewards or self._make_rewards()
         self._losses = Losses(fail=self._end_with, tail=self._launcher.tail)
         self.switchboard = Switchboard(
             self._transport,
@@ -220,6 +248,17 @@ class Controller:
                 schedule,
             )
         )
+
+    def _make_rewards(self) -> Rewards:
+        if not any(task.rewards for task in self.config.tasks):
+            return OwnRewards()
+        host = self._functions
+        make = backends(
+            local=lambda: host.address if host is not None else "",
+            local_token=host.token if host is not None else "",
+        )
+        run_id = self.folder.store.name if self.folder.store is not None else self.config.name
+        return RewardClient(self.config, make, run_id=run_id, bug=self.fail)
 
     def _welcome(self) -> Welcome:
         config = self.config
@@ -312,6 +351,8 @@ class Controller:
         elif link.state is LinkState.READY and link.role is Role.INFERENCE:
             self.sync.join(link)
         if link.role is Role.ENVIRONMENT:
+            if link.state is LinkState.READY:
+                self._restarts.joined(link.name)
             self.rollout.manager.workers_changed()
 
     def _on_loss(self, link: Link, reason: str) -> None:
@@ -322,6 +363,12 @@ class Controller:
             self._losses.fatal(link.name, f"{link.name} is lost while the run starts: {reason}")
         elif link.role is Role.TRAINER:
             self._losses.fatal(link.name, f"the trainer {link.name} is lost: {reason}")
+        elif link.role is Role.ENVIRONMENT:
+            # Its process may be seen to end a moment later, and then it is started again.
+            asyncio.get_running_loop().call_later(
+                RESTART_PATIENCE_S, self._miss_environments, link.name, reason
+            )
+            self._progress.say(f"{link.role} worker {link.name} is lost: {reason}")
         elif not any(other.role is link.role for other in self.switchboard.links.values()):
             self._losses.fatal(
                 link.name, f"no {link.role} worker is left; the last, {link.name}, is lost: {reason}"
@@ -331,11 +378,33 @@ class Controller:
         if link.role is Role.INFERENCE:
             self.sync.leave(link)
 
+    def _miss_environments(self, name: str, reason: str) -> None:
+        """Whether each task has a worker, or gets one again; the run can't go on otherwise."""
+        if self._end.done() or self._restarts.pending:
+            return
+        held = [w.tasks for w in self.switchboard.of(Role.ENVIRONMENT)]
+        for task in self.config.tasks:
+            if task.name in self.rollout.source.quarantined:
+                continue
+            if not any(not tasks or task.name in tasks for tasks in held):
+                whose = "" if not held else f" for task {task.name}"
+                self._losses.fatal(
+                    name, f"no environment worker is left{whose}; the last, {name}, is lost: {reason}"
+                )
+                return
+
+    def _tell_quarantine(self, event: events.Event) -> None:
+        if isinstance(event, events.Quarantined):
+            self._progress.say(f"task {event.task} is taken out, since its groups fail: {event.error}")
+
     def _on_exit(self, exit: WorkerExit) -> None:
         """A worker's process ended."""
         if self._end.done():
             return
         self._losses.exited(exit)
+        environment = exit.placement.role == Role.ENVIRONMENT and self.loop is not None
+        if environment and not self._restarts.ended(exit.placement, str(exit)):
+            self._miss_environments(exit.placement.name, str(exit))
         link = self.switchboard.links.get(exit.placement.name)
         if link is not None:
             self.switchboard.lose_soon(link, str(exit))
@@ -360,11 +429,13 @@ class Controller:
             self._end.set_result(outcome)
         self._end.exception()  # it is told by whoever waits for run()
         self._losses.cancel()
+        await self._restarts.close()
         if outcome is not Outcome.SUCCESS and self.loop is not None and self.switchboard.of(Role.TRAINER):
             self._progress.say(await self.loop.salvage(SALVAGE_PATIENCE_S))
         with _recorded("ending the trajectories"):
             self.rollout.close(Reason.SHUTDOWN)
             await self.rollout.manager.close()
+            await self._rewards.close()
         with _recorded("ending the training loop"):
             if self.loop is not None:
                 await self.loop.close()

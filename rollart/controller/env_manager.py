@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 
 from rollart.config import Config, Schedule
 from rollart.controller.llm_proxy import Answer, LLMProxy
@@ -17,6 +17,7 @@ from rollart.controller.rewards import RewardError, Rewards
 from rollart.controller.run_context import RunContext
 from rollart.controller.switchboard import CallError, Link, LinkState, Switchboard
 from rollart.controller.trajectory import Kind, Next, Reason, State, Trajectory
+from rollart.controller.warm_pool import Instance, WarmPool
 from rollart.packing import ID_BYTES
 from rollart.protocol import Close, FailureKind, Observation, Reset, Role, Step
 
@@ -26,6 +27,7 @@ EVALUATION_SHARE = 16
 """One in so many of a worker's places, and at least one, is kept for evaluations where there are any."""
 STARTS_AT_ONCE = 16
 """Trajectories that get an owner in one turn of the event loop."""
+LONGEST_BACKOFF_S = 60.0
 FAILURE_WEIGHT = 16
 """Episodes that a failure in a row counts for when a worker is chosen."""
 
@@ -59,8 +61,18 @@ class EnvManager:
         self._episodes: dict[int, tuple[Link, str]] = {}
         """Each trajectory's open episode: at which worker, under which name."""
         self._pace: Pace = LockStep() if config.rollout.schedule is Schedule.SYNC else OwnPace()
-        self._places_wanted: dict[Kind, deque[asyncio.Future[None]]] = {kind: deque() for kind in Kind}
+        self._pools = {task.name: task.interpreter or "" for task in config.tasks}
+        """Which workers hold a task's episodes: those of its interpreter."""
+        self._places_wanted: dict[tuple[Kind, str], deque[asyncio.Future[None]]] = {
+            (kind, pool): deque()
+            for kind in (Kind.EVAL, Kind.TRAIN)
+            for pool in sorted(set(self._pools.values()))
+        }  # an evaluation may take any place, and comes first
         self._timeouts = {task.name: (task.reset_timeout_s, task.step_timeout_s) for task in config.tasks}
+        self._episode_timeouts = {task.name: task.episode_timeout_s for task in config.tasks}
+        self._due: dict[int, float] = {}
+        """When trajectories of tasks with an ``episode_timeout_s`` are overdue."""
+        self.warm = WarmPool(room=self._room, reset=self._reset_warm, close=self._close_episode)
         self._steps: dict[Next, Callable[[Trajectory], Coroutine[None, None, Next]]] = {
             Next.RESET: self._reset,
             Next.GENERATE: self._generate,
@@ -102,11 +114,13 @@ class EnvManager:
     def _owner_ended(self, task: asyncio.Task[None]) -> None:
         id = int(task.get_name().rpartition(" ")[2])  # a closure for each would be a tenth of all they hold
         del self.tasks[id]
+        self._due.pop(id, None)
         self._pace.leave(id)
 
     async def close(self) -> None:
         """Stop every owner, and wait until each has ended."""
         self._starting.clear()
+        self.warm.drop()
         tasks = list(self.tasks.values())
         for task in tasks:
             task.cancel()
@@ -121,11 +135,10 @@ class EnvManager:
                     wanted.set_result(None)
             waiting.clear()
 
-    def _place_left(self) -> None:
-        """One place is free: the first of those that wait looks again, and not all of them."""
-        for kind in (Kind.EVAL, Kind.TRAIN):  # an evaluation may take any place
-            waiting = self._places_wanted[kind]
-            while waiting:
+    def _place_left(self, pool: str) -> None:
+        """One place is free: the first of those that wait for ``pool`` looks again, and not all of them."""
+        for (_, wanted_pool), waiting in self._places_wanted.items():
+            while waiting and wanted_pool == pool:
                 wanted = waiting.popleft()
                 if not wanted.done():
                     wanted.set_result(None)
@@ -151,7 +164,21 @@ class EnvManager:
 
     async def _reset(self, trajectory: Trajectory) -> Next:
         failed_at = self._leave(trajectory)
-        link = await self._place(trajectory.kind, failed_at)
+        if trajectory.attempt:
+            backoff_s = self._config.environments.backoff_s * 2 ** (trajectory.attempt - 1)
+            await asyncio.sleep(min(backoff_s, LONGEST_BACKOFF_S))
+        patience_s = self._episode_timeouts[trajectory.task]
+        if patience_s is not None:
+            self._due[trajectory.id] = asyncio.get_running_loop().time() + patience_s
+        ready = None
+        if trajectory.kind is Kind.TRAIN and not trajectory.attempt:
+            ready = self.warm.take((trajectory.task, trajectory.seed))
+        if ready is not None:
+            self._episodes[trajectory.id] = (ready.link, ready.session)
+            if ready.link.state is not LinkState.GONE:
+                return await self._observe(trajectory, ready.link, ready.observation)
+            self._leave(trajectory)
+        link = await self._place(trajectory.kind, trajectory.task, failed_at)
         link.sessions += 1
         self._episodes[trajectory.id] = (link, trajectory.session)
         request = Reset(
@@ -161,9 +188,9 @@ class EnvManager:
             trajectory.seed,
             trajectory.kind.value,
         )
-        return await self._observe(trajectory, link, request, self._timeouts[trajectory.task][0])
+        return await self._observe(trajectory, link, self._ask(link, request, trajectory.task))
 
-    async def _place(self, kind: Kind, failed_at: Link | None) -> Link:
+    async def _place(self, kind: Kind, task: str, failed_at: Link | None) -> Link:
         """The environment worker with the most room; another than ``failed_at`` if there is one.
 
         Some places are for evaluations only: training trajectories keep theirs while they wait for the version
@@ -173,19 +200,36 @@ class EnvManager:
         once does not draw every episode.
         """
         while True:
-            workers = self._switchboard.of(Role.ENVIRONMENT)
-            free = [w for w in workers if w.sessions < self._places(w, kind)]
+            free = self._free(kind, task)
             elsewhere = [worker for worker in free if worker is not failed_at]
             if free:
                 return min(elsewhere or free, key=lambda w: w.sessions + FAILURE_WEIGHT * w.failures_in_a_row)
             wanted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._places_wanted[kind].append(wanted)
+            self._places_wanted[kind, self._pools[task]].append(wanted)
             try:
                 await wanted
             except asyncio.CancelledError:
                 if not wanted.cancelled():  # it was told of a place that another can take now
-                    self._place_left()
+                    self._place_left(self._pools[task])
                 raise
+
+    def _free(self, kind: Kind, task: str) -> list[Link]:
+        """The workers that hold episodes of ``task`` and have a place for one more."""
+        return [
+            worker
+            for worker in self._switchboard.of(Role.ENVIRONMENT)
+            if worker.sessions < self._places(worker, kind) and (not worker.tasks or task in worker.tasks)
+        ]
+
+    def _room(self, task: str) -> Link | None:
+        """For an episode that nobody waits for yet."""
+        free = self._free(Kind.TRAIN, task)
+        return min(free, key=lambda w: w.sessions + FAILURE_WEIGHT * w.failures_in_a_row, default=None)
+
+    async def _reset_warm(self, link: Link, session: str, instance: Instance) -> Observation:
+        task, seed = instance
+        request = Reset(self._switchboard.next_seq(), session, task, seed, Kind.TRAIN.value)
+        return await self._ask(link, request, task)
 
     def _places(self, worker: Link, kind: Kind) -> int:
         """How many episodes may be on ``worker`` when one of ``kind`` joins them."""
@@ -206,21 +250,23 @@ class EnvManager:
     async def _step(self, trajectory: Trajectory) -> Next:
         link, session = self._episodes[trajectory.id]
         request = Step(self._switchboard.next_seq(), session, trajectory.answer)
-        return await self._observe(trajectory, link, request, self._timeouts[trajectory.task][1])
+        return await self._observe(trajectory, link, self._ask(link, request, trajectory.task))
 
     async def _score(self, trajectory: Trajectory) -> Next:
         self._leave(trajectory)
         try:
             score = await self._rewards.score(trajectory)
         except RewardError as error:
-            return trajectory.failed(Reason.REWARD_ERROR, str(error), retry=False)
+            return trajectory.failed(error.reason, str(error), retry=False)
         return trajectory.scored(score)
 
-    async def _observe(
-        self, trajectory: Trajectory, link: Link, request: Reset | Step, timeout_s: float
-    ) -> Next:
+    def _ask(self, link: Link, request: Reset | Step, task: str) -> Coroutine[None, None, Observation]:
+        timeout_s = self._timeouts[task][isinstance(request, Step)]
+        return self._switchboard.call(link, request, Observation, timeout_s=timeout_s)
+
+    async def _observe(self, trajectory: Trajectory, link: Link, observation: Awaitable[Observation]) -> Next:
         try:
-            seen = await self._switchboard.call(link, request, Observation, timeout_s=timeout_s)
+            seen = await observation
         except CallError as error:
             link.failures_in_a_row += error.retry
             reason = Reason.ENV_TIMEOUT if error.kind is FailureKind.TIMEOUT else Reason.ENV_ERROR
@@ -231,14 +277,22 @@ class EnvManager:
                 Reason.ENV_ERROR, f"{link.name}: {len(seen.ids)} bytes are no ids", retry=True
             )
         link.failures_in_a_row = 0
-        return trajectory.observed(seen.ids, seen.reward, seen.done, seen.info)
+        if trajectory.record is not None:
+            trajectory.record.observed(seen)
+        due = self._due.get(trajectory.id)
+        overdue = due is not None and asyncio.get_running_loop().time() > due
+        return trajectory.observed(seen.ids, seen.reward, seen.done, seen.info, overdue=overdue)
 
     def _leave(self, trajectory: Trajectory) -> Link | None:
         """Close the trajectory's episode, if it has one; the worker that held it."""
         link, session = self._episodes.pop(trajectory.id, (None, ""))
         if link is not None:
-            link.sessions -= 1
-            if link.state is not LinkState.GONE:
-                self._switchboard.tell(link, Close(session))
-            self._place_left()
+            self._close_episode(link, session)
         return link
+
+    def _close_episode(self, link: Link, session: str) -> None:
+        link.sessions -= 1
+        if link.state is not LinkState.GONE:
+            self._switchboard.tell(link, Close(session))
+        for pool in {self._pools[task] for task in link.tasks} or set(self._pools.values()):
+            self._place_left(pool)

@@ -58,7 +58,14 @@ class Evaluation:
             len(started) - len(scored),
             sum(success) / len(scored),
             sum(t.score for t in scored) / len(scored),
+            self._by_task(scored, success) if len(self._tasks) > 1 else {},
         )
+
+    def _by_task(self, scored: Sequence[Trajectory], success: Sequence[float]) -> dict[str, float]:
+        found: dict[str, list[float]] = {}
+        for trajectory, value in zip(scored, success, strict=True):
+            found.setdefault(trajectory.task, []).append(value)
+        return {task: sum(values) / len(values) for task, values in sorted(found.items())}
 
     def settled(self, trajectory: Trajectory) -> None:
         """One of the episodes is SCORED or FAILED."""

@@ -30,6 +30,8 @@ __all__ = [
     "GroupEnded",
     "Moved",
     "Published",
+    "Pulled",
+    "Quarantined",
     "RoleChanged",
     "Sampled",
     "Shipped",
@@ -181,6 +183,21 @@ class Swapped(_Event):
     in_flight: int
 
 
+class Pulled(_Event):
+    """A worker brought a version to its host, in ``seconds``, or left it for a newer one.
+
+    ``size_bytes`` is the version's, ``moved_bytes`` what came from elsewhere; ``refetched`` buckets came twice.
+    """
+
+    worker: str
+    version: int
+    seconds: float
+    superseded: bool
+    size_bytes: int
+    moved_bytes: int
+    refetched: int
+
+
 class Evaluated(_Event):
     """Greedy episodes on the held-out split, all sampled by ``version``."""
 
@@ -190,6 +207,8 @@ class Evaluated(_Event):
     failed: int
     success: float
     reward: float
+    task_success: dict[str, float] = {}
+    """Of each task, where there are several."""
 
 
 class Bound(_Event):
@@ -230,6 +249,13 @@ class Ended(_Event):
     reason: str
 
 
+class Quarantined(_Event):
+    """A task was taken out of the run, for its groups fail again and again; ``error`` is the last failure."""
+
+    task: str
+    error: str
+
+
 Event = (
     Started
     | Dispatched
@@ -242,7 +268,9 @@ Event = (
     | Published
     | Swapped
     | Evaluated
+    | Pulled
     | Ended
+    | Quarantined
     | Bound
     | RoleChanged
     | AffinityProposed

@@ -17,7 +17,7 @@ from functools import partial
 
 import msgspec
 
-from rollart.config import Config
+from rollart.config import Config, Task
 from rollart.controller.affinity import Orders
 from rollart.controller.answers import Answer, Kept, flaw
 from rollart.controller.bindings import Bindings
@@ -67,7 +67,8 @@ class LLMProxy:
         self._sampling = config.sampling
         self._retries = config.rollout.retries
         self._allowed = pack_ids(t for t in config.sampling.allowed_token_ids if isinstance(t, int))
-        self._stops = pack_ids(t for t in config.sampling.stop_token_ids if isinstance(t, int))
+        self._stops = {task.name: _stops(config, task) for task in config.tasks}
+        self._ignore_eos = {task.name: _ignores_eos(config, task) for task in config.tasks}
         self._lowest_version = lowest_version
         self._prefixes: dict[int, Prefix] = {}
 
@@ -265,8 +266,8 @@ class LLMProxy:
             max_tokens=max_tokens,
             temperature=0.0 if greedy else self._sampling.temperature,
             allowed_token_ids=self._allowed,
-            stop_token_ids=self._stops,
-            ignore_eos=self._sampling.ignore_eos,
+            stop_token_ids=self._stops[trajectory.task],
+            ignore_eos=self._ignore_eos[trajectory.task],
             seed=None,
         )
 
@@ -285,3 +286,13 @@ class LLMProxy:
         if wrong:
             self.refused_answers += 1
             raise CallError(FailureKind.INFRASTRUCTURE, f"{link.name} answered with {wrong}")
+
+
+def _stops(config: Config, task: Task) -> bytes:
+    own = task.sampling.stop_token_ids
+    return pack_ids(t for t in (config.sampling.stop_token_ids if own is None else own) if isinstance(t, int))
+
+
+def _ignores_eos(config: Config, task: Task) -> bool:
+    own = task.sampling.ignore_eos
+    return config.sampling.ignore_eos if own is None else own

@@ -16,6 +16,7 @@ from rollart.controller.progress import Progress
 from rollart.controller.run_folder import RunFolder
 from rollart.controller.transport import ZmqTransport
 from rollart.declare import Cluster
+from rollart.launch.functions import LocalFunctions, local_rewards
 from rollart.launch.local import LocalLauncher, WorkerExit
 from rollart.launch.mooncake import MooncakeServers
 from rollart.random_model import vocabulary_size, write_model_folder
@@ -44,7 +45,7 @@ async def run_locally(
         transport = ZmqTransport()
         transport.peer_file.write(folder.key_file)
         with _logging_to(folder):
-            async with _store_master(config, folder) as store_master:
+            async with _store_master(config, folder) as store_master, _functions(config, folder) as functions:
                 controller = Controller(
                     config,
                     folder,
@@ -56,6 +57,7 @@ async def run_locally(
                     ),
                     store_master=store_master,
                     clusters=clusters,
+                    functions=functions,
                 )
                 with _signals(controller.interrupt):
                     return await controller.run()
@@ -77,6 +79,21 @@ async def _store_master(config: Config, folder: RunFolder) -> AsyncIterator[str]
         yield servers.address
     finally:
         await servers.stop()
+
+
+@contextlib.asynccontextmanager
+async def _functions(config: Config, folder: RunFolder) -> AsyncIterator[LocalFunctions | None]:
+    """The function host, where a reward is ``local``."""
+    rewards = local_rewards(config)
+    if not rewards:
+        yield None
+        return
+    host = LocalFunctions(rewards, folder.private, folder.logs)
+    try:
+        await host.start()
+        yield host
+    finally:
+        await host.stop()
 
 
 def _launch_in(

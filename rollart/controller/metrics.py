@@ -20,6 +20,7 @@ from rollart.protocol import VersionRun
 
 __all__ = ["BatchMetrics", "Metrics", "MetricsFile", "Row", "trained_runs"]
 
+TASK_MEANS = ("trajectories", "reward_mean", "success_rate", "turns_mean", "truncated_share")
 Row = dict[str, float | int | str | None]
 
 
@@ -37,6 +38,7 @@ class Metrics:
         self._turns: Counter[str] = Counter()
         """Of the trajectories that ended, by the name of their count in ``_step``."""
         self._swaps: list[events.Swapped] = []
+        self._pulls: list[events.Pulled] = []
         self._started = clock()
 
     def dispatched(self, trajectory: Trajectory) -> None:
@@ -79,10 +81,14 @@ class Metrics:
                     self._step["generations_spanning_updates"] += 1
             case events.Swapped():
                 self._swaps.append(event)
+            case events.Pulled():
+                self._pulls.append(event)
             case events.GroupEnded(outcome="filtered"):
                 self._step["groups_filtered"] += 1
             case events.GroupEnded(outcome="incomplete"):
                 self._step["groups_incomplete"] += 1
+            case events.Quarantined():
+                self._step["tasks_quarantined"] += 1
             case _:
                 pass
 
@@ -90,8 +96,9 @@ class Metrics:
         """The counts since the last call, with rates; a new step begins."""
         now = self._clock()
         seconds = max(now - self._started, 1e-9)
-        step, turns, swaps = self._step, self._turns, self._swaps
-        self._step, self._turns, self._swaps, self._started = Counter(), Counter(), [], now
+        step, turns, swaps, pulls = self._step, self._turns, self._swaps, self._pulls
+        self._step, self._turns, self._started = Counter(), Counter(), now
+        self._swaps, self._pulls = [], []
         row: Row = {
             "step_seconds": round(seconds, 4),
             "tokens_per_second": round(step["tokens_sampled"] / seconds, 1),
@@ -104,6 +111,7 @@ class Metrics:
             row["weight_pull_seconds"] = round(max(s.pull_s for s in swaps), 4)
             row["weight_pause_seconds"] = round(max(s.suspend_s + s.update_s + s.resume_s for s in swaps), 4)
             row["canary_gap_max"] = max(s.canary_gap for s in swaps)
+        row.update(_weights_row(pulls))
         return row
 
     def take_refusals(self) -> Row:
@@ -111,6 +119,22 @@ class Metrics:
         totals = Counter(self._refusals())
         new, self._told = totals - self._told, totals
         return dict(new)
+
+
+def _weights_row(pulls: Sequence[events.Pulled]) -> Row:
+    """What pulling weights came to."""
+    whole = [pull for pull in pulls if not pull.superseded]
+    row: Row = {
+        "weight_pulls_superseded": len(pulls) - len(whole),
+        "weight_buckets_refetched": sum(pull.refetched for pull in pulls),
+    }
+    row = {name: count for name, count in row.items() if count}
+    if whole:
+        seconds, size = sum(pull.seconds for pull in whole), sum(pull.size_bytes for pull in whole)
+        row["weight_pulled_bytes"] = size
+        row["weight_moved_bytes"] = sum(pull.moved_bytes for pull in whole)
+        row["weight_pull_gb_per_second"] = round(size / max(seconds, 1e-9) / 1e9, 4)
+    return row
 
 
 def trained_runs(trajectory: Trajectory, mixed: MixedVersions) -> list[VersionRun]:
@@ -132,13 +156,18 @@ class BatchMetrics:
         self._mixed = mixed
         self._counts: Counter[str] = Counter()
         self._reward = self._success = 0.0
+        self._tasks: dict[str, list[float]] = {}
+        """Of each task: trajectories, rewards, successes, turns, truncated ones."""
         self._lag_max = self._lag_sum = self._tokens = 0
 
     def add(self, group: Group) -> None:
         """Count in a group of the batch; each has its turn, since a large batch takes a while."""
         counts = self._counts
         counts["groups_short"] += len(group.scored) < self._whole
+        task = self._tasks.setdefault(group.task, [0.0] * len(TASK_MEANS))
         for t in group.scored:
+            for at, value in enumerate((1, t.score, _succeeded(t), t.turns, bool(t.truncated))):
+                task[at] += value
             self._reward += t.score
             self._success += _succeeded(t)
             counts["turns"] += t.turns
@@ -155,7 +184,9 @@ class BatchMetrics:
     def row(self) -> Row:
         """Of all that were counted in."""
         counts, members = self._counts, self._counts["trajectories"]
+        ages = Counter(self._ages)
         return {
+            **{f"staleness_share/{age}": ages[age] / len(self._ages) for age in sorted(ages)},
             "reward_mean": self._reward / members,
             "success_rate": self._success / members,
             "turns_mean": counts["turns"] / members,
@@ -167,7 +198,20 @@ class BatchMetrics:
             "trajectories_of_several_versions": counts["of_several_versions"],
             "truncated": counts["truncated"],
             "groups_short": counts["groups_short"],
+            **self._of_tasks(),
         }
+
+    def _of_tasks(self) -> Row:
+        """The same of each task, where the batch has several."""
+        if len(self._tasks) < 2:
+            return {}
+        row: Row = {}
+        for task, sums in sorted(self._tasks.items()):
+            row[f"task/{task}/trajectories"] = int(sums[0])
+            row.update(
+                (f"task/{task}/{name}", s / sums[0]) for name, s in zip(TASK_MEANS[1:], sums[1:], strict=True)
+            )
+        return row
 
 
 def _succeeded(trajectory: Trajectory) -> float:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import shutil
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -10,10 +12,14 @@ from importlib.util import find_spec
 
 import msgspec
 
-from rollart.config import Config, StoreKind
+from rollart.config import Config, StoreKind, Task
+from rollart.config_rewards import Reward
+from rollart.controller.reward_backends import backends
 from rollart.errors import ConfigError
+from rollart.launch.local import import_path
+from rollart.serverless import Declaration
 
-__all__ = ["check_environments", "check_packages"]
+__all__ = ["check_environments", "check_packages", "resolve_rewards"]
 
 
 def check_packages(config: Config) -> None:
@@ -77,12 +83,29 @@ def _found(module: str) -> bool:
 
 def check_environments(config: Config) -> None:
     """``ConfigError`` when a task's environment can't be loaded with its options, or is not to be found."""
+    by_python: dict[str, list[Task]] = {}
+    for task in config.tasks:
+        by_python.setdefault(task.interpreter or "", []).append(task)
+    for python, tasks in by_python.items():
+        if python and shutil.which(python) is None:
+            raise ConfigError(f"task {tasks[0].name}: there is no interpreter {python}")
+        _check_tasks(config, python, tasks)
+
+
+def _check_tasks(config: Config, python: str, wanted: list[Task]) -> None:
+    """Those of one interpreter."""
     # In a process of its own: an environment's module may import anything, and this process stays small.
-    command = [sys.executable, "-m", "rollart.environments.check"]
-    tasks = msgspec.json.encode(config.tasks)
+    command = [python or sys.executable, "-m", "rollart.environments.check"]
+    tasks = msgspec.json.encode(wanted)
+    environment = {**os.environ, **import_path()} if python else None
     try:
         result = subprocess.run(
-            command, input=tasks, capture_output=True, check=False, timeout=config.start_timeout_s
+            command,
+            input=tasks,
+            capture_output=True,
+            check=False,
+            timeout=config.start_timeout_s,
+            env=environment,
         )
     except subprocess.TimeoutExpired:
         raise ConfigError(
@@ -95,3 +118,87 @@ def check_environments(config: Config) -> None:
         ]
     if said:
         raise ConfigError(f"tasks: {said[-1]}")
+
+
+def resolve_rewards(config: Config) -> Config:
+    """``config`` with what its reward functions declare by ``@register_serverless``, where it leaves that open.
+
+    ``ConfigError`` when a function can't be loaded with its options, or credentials are not in the environment.
+    """
+    if not any(task.rewards for task in config.tasks):
+        return config
+    # In a process of its own, as the environments.
+    command = [sys.executable, "-m", "rollart.rewards.check"]
+    try:
+        result = subprocess.run(
+            command,
+            input=msgspec.json.encode(config.tasks),
+            capture_output=True,
+            check=False,
+            timeout=config.start_timeout_s,
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"tasks: importing the reward functions took longer than start_timeout_s={config.start_timeout_s:g}"
+        ) from None
+    try:
+        told = msgspec.json.decode(result.stdout, type=_Checked)
+    except msgspec.DecodeError:
+        said = result.stderr.decode(errors="replace").strip().splitlines() or [
+            f"a reward function's module ended the process that tried it, with exit code {result.returncode}"
+        ]
+        raise ConfigError(f"tasks: {said[-1]}") from None
+    if told.error:
+        raise ConfigError(f"tasks: {told.error}")
+    return _with_declared(config, told.declared)
+
+
+class _Checked(msgspec.Struct):
+    error: str = ""
+    declared: dict[str, Declaration] = {}
+
+
+def _with_declared(config: Config, declared: dict[str, Declaration]) -> Config:
+    tasks = []
+    for task in config.tasks:
+        rewards = [
+            _resolved(task.name, reward, declared.get(reward.function or "")) for reward in task.rewards
+        ]
+        changed: Reward | list[Reward] | None = rewards if isinstance(task.reward, list) else None
+        if isinstance(task.reward, Reward):
+            (changed,) = rewards
+        tasks.append(msgspec.structs.replace(task, reward=changed))
+    try:
+        resolved = msgspec.structs.replace(config, tasks=tasks)
+        make = backends(local=lambda: "")
+        for reward in (reward for task in tasks for reward in task.rewards):
+            if reward.where not in ("local", "in_process"):
+                make(reward)  # looks for its credentials
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return resolved
+
+
+def _resolved(task: str, reward: Reward, declared: Declaration | None) -> Reward:
+    if declared is None:
+        return reward
+    changes: dict[str, object] = {}
+    if reward.url is None and declared.serverless_url is not None:
+        changes["url"] = declared.serverless_url
+    where = changes.get("url", reward.where)
+    names = ["scope", "timeout_s", "retries", "batch"]
+    if where == "local":
+        names += ["memory_mib", "calls_per_instance", "min_instances", "max_instances"]
+    for name in names:
+        value = getattr(declared, name)
+        if getattr(reward, name) is None and value is not None:
+            changes[name] = value
+    if declared.attribute and where not in ("local", "in_process"):
+        changes["function"] = f"{(reward.function or ':').partition(':')[0]}:{declared.attribute}"
+    try:
+        raw = {**msgspec.to_builtins(reward), **changes}
+        return msgspec.convert(raw, Reward)
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"task {task}: reward {reward.name}: with what @register_serverless declares: {error}"
+        ) from None

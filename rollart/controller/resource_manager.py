@@ -26,12 +26,32 @@ class ResourceManager:
         config = self._config
         others = [
             (Role.TRAINER, 1, config.trainer.threads),
-            (Role.ENVIRONMENT, config.environments.workers, 1),
         ]
-        return [*self._inference()] + [
+        placements = [
             Placement(f"{role}-{number}", role, HARDWARE_CLASS, {"OMP_NUM_THREADS": str(threads)})
             for role, count, threads in others
             for number in range(count)
+        ]
+        return [*self._inference(), *placements, *self._environments()]
+
+    def _environments(self) -> list[Placement]:
+        """So many workers for each interpreter that tasks name, and for those that name none."""
+        config = self._config
+        tasks: dict[str, list[str]] = {}
+        for task in config.tasks:
+            tasks.setdefault(task.interpreter or "", []).append(task.name)
+        pools = [(python, tuple(names) if len(tasks) > 1 else ()) for python, names in sorted(tasks.items())]
+        return [
+            Placement(
+                f"{Role.ENVIRONMENT}-{pool * config.environments.workers + number}",
+                Role.ENVIRONMENT,
+                HARDWARE_CLASS,
+                {"OMP_NUM_THREADS": "1"},
+                python,
+                names,
+            )
+            for pool, (python, names) in enumerate(pools)
+            for number in range(config.environments.workers)
         ]
 
     def _inference(self) -> list[Placement]:
@@ -61,6 +81,10 @@ class ResourceManager:
             f"{placement.name:<16} a process of this machine, hardware class {placement.hardware_class}, "
             f"{placement.environment['OMP_NUM_THREADS']} thread(s)"
         )
+        if placement.interpreter:
+            text += f", of {placement.interpreter}"
+        if placement.tasks:
+            text += f", for {','.join(placement.tasks)}"
         if placement.role != Role.INFERENCE:
             return text
         pool = self.pool_of(placement.name, placement.hardware_class)

@@ -16,6 +16,8 @@ from rollart.controller.env_manager import EnvManager
 from rollart.controller.evaluation import Evaluation
 from rollart.controller.llm_proxy import Answer, LLMProxy
 from rollart.controller.metrics import Metrics
+from rollart.controller.record import Record
+from rollart.controller.reward_groups import GroupMembers
 from rollart.controller.rewards import Rewards
 from rollart.controller.run_context import RunContext
 from rollart.controller.sample_buffer import Group, GroupPolicy, Orders, SampleBuffer
@@ -48,6 +50,7 @@ class Rollout:
     ) -> None:
         self._config = config
         self._bound = bound
+        self.rewards = rewards
         self._proxy = proxy
         self._versions = versions
         self._run = run
@@ -66,21 +69,24 @@ class Rollout:
         self._limits = {
             task.name: Limits(
                 max_turns=task.max_turns,
-                max_tokens=config.sampling.max_tokens,
-                context_tokens=config.inference.max_model_len,
+                max_tokens=task.sampling.max_tokens or config.sampling.max_tokens,
+                context_tokens=task.context_tokens or config.inference.max_model_len,
                 retries=config.rollout.retries,
             )
             for task in config.tasks
         }
-        source = TaskSource(config.tasks, config.seed)
+        self.source = TaskSource(config.tasks, config.seed)
+        self._last_failure: dict[str, str] = {}
+        """Of each task."""
         self.buffer = SampleBuffer(
             _policy(config),
             bound,
             versions,
-            draw_task=source.draw,
+            draw_task=lambda: self.source.draw(versions.n),
             make=self._make_train,
             on_group_end=self._group_ended,
         )
+        rewards.attach(self._members)
         self.manager = EnvManager(
             config,
             switchboard,
@@ -123,6 +129,10 @@ class Rollout:
         if len(self.buffer.groups) - before == GROUPS_AT_ONCE and not self._admit_soon:
             self._admit_soon = True
             asyncio.get_running_loop().call_soon(self._admit_more)
+        elif warm := self._config.environments.warm_groups:
+            rollout = self._config.rollout
+            coming = self.source.peek(warm, self._versions.n)
+            self.manager.warm.prepare(coming, rollout.group_size + rollout.redundant_members)
 
     def _admit_more(self) -> None:
         self._admit_soon = False
@@ -202,9 +212,17 @@ class Rollout:
             observer=self._observer,
         )
         self._next_id += 1
+        if self.rewards.reads(task):
+            trajectory.record = Record()
         self._metrics.dispatched(trajectory)
         self._run.write(events.Dispatched(self._run.clock(), trajectory.id, group, member, task, seed, kind))
         return trajectory
+
+    def _members(self, group: int) -> GroupMembers | None:
+        found = self.buffer.groups.get(group)
+        if found is None:
+            return None
+        return GroupMembers(self.buffer.policy.size, found.scored, list(found.in_flight.values()))
 
     def _carry_out(self, orders: Orders) -> None:
         for trajectory in orders.stop:
@@ -220,6 +238,8 @@ class Rollout:
     def _moved(self, trajectory: Trajectory, before: State, reason: Reason) -> None:
         self._metrics.moved(trajectory, before, reason)
         detail = trajectory.detail if trajectory.state in (State.FAILED, State.PENDING) else ""
+        if trajectory.state is State.FAILED:
+            self._last_failure[trajectory.task] = trajectory.detail
         self._run.write(
             events.Moved(
                 self._run.clock(),
@@ -233,8 +253,11 @@ class Rollout:
                 trajectory.tokens,
             )
         )
-        if trajectory.state.ended and trajectory.kind is Kind.EVAL:
-            self._eval.pop(trajectory.id, None)
+        if trajectory.state.ended:
+            if trajectory.kind is Kind.EVAL:
+                self._eval.pop(trajectory.id, None)
+            else:
+                self.rewards.changed(trajectory.group)
 
     def _sampled(self, trajectory: Trajectory, answer: Answer) -> None:
         generated = answer.generated
@@ -288,6 +311,17 @@ class Rollout:
                 group.dispatched,
             )
         )
+        if outcome in ("shipped", "filtered"):
+            self.source.group_succeeded(group.task)
+        elif outcome == "incomplete" and group.failures:
+            self._count_failure(group.task)
+
+    def _count_failure(self, task: str) -> None:
+        """Its groups fail: after so many in a row it is taken out, and the others go on."""
+        error = self._last_failure.get(task, "")
+        if self.source.group_failed(task, error):
+            self.manager.warm.drop(task)
+            self._run.write(events.Quarantined(self._run.clock(), task, error))
 
 
 def _policy(config: Config) -> GroupPolicy:

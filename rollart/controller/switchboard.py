@@ -101,6 +101,7 @@ class Link:
         "ready",
         "sessions",
         "state",
+        "tasks",
     )
 
     def __init__(self, hello: Hello, now: float, *, control: Outbox, data: Outbox) -> None:
@@ -116,6 +117,8 @@ class Link:
         self.failures_in_a_row = 0
         self.leaving: asyncio.TimerHandle | None = None
         """Set while an end that has shown waits for the worker's own word on it."""
+        self.tasks: frozenset[str] = frozenset()
+        """Those whose episodes it holds; empty: all (environment workers)."""
         self.sessions = 0
         """Episodes placed on it (environment workers)."""
 
@@ -434,6 +437,7 @@ class Switchboard:
         """A worker is ready when it says so and both of its connections are there."""
         if link.ready is not None and link.name in self._attached and link.state is LinkState.JOINING:
             link.capacity, link.facts, link.state = link.ready.capacity, link.ready.facts, LinkState.READY
+            link.tasks = frozenset(link.ready.tasks)
             self._on_change(link, "")
 
     def _greet(self, identity: bytes, hello: Hello) -> None:

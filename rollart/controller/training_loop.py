@@ -11,8 +11,10 @@ from __future__ import annotations
 import asyncio
 from typing import TypeVar
 
+from rollart.batch_file import batch_path
 from rollart.config import Config, UpdateAt
 from rollart.controller import events
+from rollart.controller.health import Health
 from rollart.controller.metrics import BatchMetrics, Metrics, MetricsFile, Row, trained_runs
 from rollart.controller.progress import Progress
 from rollart.controller.rollout import Rollout
@@ -79,6 +81,7 @@ class TrainingLoop:
         self._publishing: asyncio.Task[None] | None = None
         self._skipped_in_a_row = 0
         self._gap_told = False
+        self._health = Health(config.health)
         self._step = 0
         self.doing = "starting"
         """What the loop does now, for people."""
@@ -97,6 +100,7 @@ class TrainingLoop:
             row = await self._iterate()
             if self._step == 0:
                 row.update({f"{name}_before": value for name, value in first.items()})
+            self._heed_health(row)
             self._step += 1
             if self._step == config.steps:
                 await self._finish(row)
@@ -144,6 +148,7 @@ class TrainingLoop:
         )
         row.update(self._metrics.take_step())
         row.update(self._metrics.take_refusals())
+        row.update(self._rollout.rewards.take_row())
         return row
 
     def _ship(self, groups: list[Group]) -> BatchMetrics:
@@ -226,11 +231,21 @@ class TrainingLoop:
                 f"nats on average (tolerance {tolerance:g}): they don't mean the same distribution"
             )
 
+    def _heed_health(self, row: Row) -> None:
+        """Say what is outside its limits; ``RunError``, with the row in the file, where the run must stop."""
+        judgement = self._health.judge(row)
+        for warning in judgement.warnings:
+            self._progress.say(f"warning: in step {self._step} {warning}")
+        if judgement.stop:
+            self._file.write(row)
+            raise RunError(f"step {self._step}: {judgement.stop}")
+
     def _heed_skips(self, trained: Trained) -> None:
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if trained.skipped else 0
         if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise RunError(
                 f"{self._skipped_in_a_row} train_steps in a row were skipped; the last: {trained.skipped}. "
+                f"Its batch is {batch_path(self._folder.path, self._step)} (rollart.batch_file reads it). "
                 "A lower trainer.learning_rate or clip_grad_norm usually helps"
             )
 
@@ -264,6 +279,7 @@ class TrainingLoop:
         }
         if result.failed:
             row["eval_failed"] = result.failed
+        row.update((f"task/{task}/eval_success", value) for task, value in result.task_success.items())
         return row
 
     async def _finish(self, row: Row) -> None:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 
+from rollart.controller.record import Record
 from rollart.errors import InvariantError
-from rollart.packing import ID_BYTES
+from rollart.packing import ID_BYTES, pack_floats, pack_ids
 from rollart.protocol import TrainSample, VersionRun
 
 __all__ = ["LEGAL", "Kind", "Limits", "Next", "Reason", "State", "Trajectory"]
@@ -128,6 +129,7 @@ class Trajectory:
         "logprobs",
         "mask",
         "member",
+        "record",
         "retries_left",
         "reward",
         "score",
@@ -137,6 +139,8 @@ class Trajectory:
         "task",
         "tokens",
         "truncated",
+        "turn_rewards",
+        "turn_tokens",
         "turns",
         "versions",
     )
@@ -165,6 +169,8 @@ class Trajectory:
         self.retries_left = limits.retries
         self.detail = ""
         self.score = 0.0
+        self.record: Record | None = None
+        """What was said, where a reward function is to read it."""
         self._observer = observer
         self._clear()
 
@@ -181,10 +187,16 @@ class Trajectory:
         """T, prompt and observations included."""
         self._answer_bytes = 0
         self.turns = 0
+        self.turn_tokens = b""
+        """int32[turns]: sampled in each."""
+        self.turn_rewards = b""
+        """float32: what came after each turn so far."""
         self.reward = 0.0
         """Sum of the environment's step rewards."""
         self.success: float | None = None
         self.truncated = ""
+        if self.record is not None:
+            self.record = Record()
 
     # --- what happened → what is next ------------------------------------------------------------------
 
@@ -193,9 +205,13 @@ class Trajectory:
         self.move(State.RESETTING)
         return Next.RESET
 
-    def observed(self, ids: bytes, reward: float, done: bool, info: dict[str, float]) -> Next:
-        """The environment answered a reset or a step."""
+    def observed(
+        self, ids: bytes, reward: float, done: bool, info: dict[str, float], *, overdue: bool = False
+    ) -> Next:
+        """The environment answered a reset or a step; an ``overdue`` trajectory takes no more turns."""
         self.reward += reward
+        if self.state is State.STEPPING:
+            self.turn_rewards += pack_floats((reward,))
         if "success" in info:
             self.success = info["success"]
         count = len(ids) // ID_BYTES
@@ -207,10 +223,13 @@ class Trajectory:
                 Reason.CONTEXT_OVERFLOW,
                 f"the first observation has {count} tokens, the context {self.limits.context_tokens}",
             )
-        if done or not fits or self.turns >= self.limits.max_turns:
+        overdue = overdue and self.turns > 0
+        if done or not fits or overdue or self.turns >= self.limits.max_turns:
             # The last observation has no answer after it, so nothing in it is ever trained on.
             if not done:
                 self.truncated = "max_turns" if self.turns >= self.limits.max_turns else "context"
+                if overdue and fits:
+                    self.truncated = "deadline"
             self.move(State.SCORING)
             return Next.SCORE
         # Not +=, which would leave room for an eighth more.
@@ -231,6 +250,7 @@ class Trajectory:
         for run in versions:
             self._append_run(run)
         self.turns += 1
+        self.turn_tokens += pack_ids((count,))
         self.move(State.STEPPING)
         return Next.STEP
 
@@ -305,7 +325,15 @@ class Trajectory:
     def take_sample(self) -> TrainSample:
         """What the trainer gets of it; the tokens themselves are not kept here any longer."""
         sample = TrainSample(
-            self.id, bytes(self.ids), bytes(self.mask), bytes(self.logprobs), list(self.versions), self.score
+            self.id,
+            bytes(self.ids),
+            bytes(self.mask),
+            bytes(self.logprobs),
+            list(self.versions),
+            self.score,
+            self.turn_tokens,
+            self.turn_rewards,
+            bool(self.truncated),
         )
         self.ids, self.mask, self.logprobs = bytearray(), bytearray(), bytearray()
         return sample

@@ -14,25 +14,21 @@ import itertools
 import logging
 import math
 import random
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 from rollart.config import Config, UpdateAt
 from rollart.controller import events
 from rollart.controller.llm_proxy import Engine, LLMProxy
+from rollart.controller.pulls import Pulls
 from rollart.controller.run_context import RunContext
 from rollart.controller.staleness import Versions
 from rollart.controller.switchboard import CallError, Link, Switchboard
-from rollart.errors import RunError
 from rollart.packing import pack_ids, unpack_floats
 from rollart.protocol import (
     Collect,
     Done,
-    FailureKind,
     Message,
-    Publish,
-    Published,
-    Pull,
     Resume,
     Shutdown,
     Suspend,
@@ -45,8 +41,6 @@ __all__ = ["WeightSync", "canary_gap", "canary_prompt"]
 logger = logging.getLogger(__name__)
 
 CANARY_TOKENS = 32
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
-"""After a transfer that failed, before it is tried again."""
 Answer = TypeVar("Answer", bound=Message)
 
 
@@ -64,14 +58,6 @@ def canary_gap(trainer: bytes, engine: bytes) -> float:
         return float("inf")
     gap = max(abs(a - b) for a, b in zip(expected, found, strict=True))
     return float("inf") if math.isnan(gap) else gap
-
-
-def _pauses() -> Iterator[float]:
-    """Seconds between tries, for ever: twice as long each time, to a limit."""
-    pause_s = FIRST_PAUSE_S
-    while True:
-        yield pause_s
-        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
 class _Untrusted(Exception):
@@ -104,16 +90,12 @@ class WeightSync:
         self._versions = versions
         self._run = run
         self._on_serving = on_serving
-        self._published: dict[int, Published] = {}
+        self._pulls = Pulls(
+            config, switchboard, canary=canary, run=run, wanted=self._wanted, next_change=self._next_change
+        )
         self._followers: dict[str, asyncio.Task[None]] = {}
         self._in_use: dict[str, int] = {}
         self._changed: asyncio.Future[None] | None = None
-        self._attempts: dict[int, int] = {}
-        """How often a version was stored anew."""
-        self._trainer: Link | None = None
-        self._storing: dict[int, asyncio.Future[None]] = {}
-        self._turns_to_pull = asyncio.Semaphore(config.weights.pulls_at_once)
-        self._jitter = random.Random(f"{config.seed}/pulls")
         self._timeout_s = config.inference.update_timeout_s
         self._canary = canary
 
@@ -121,20 +103,7 @@ class WeightSync:
 
     async def publish(self, trainer: Link, version: int) -> None:
         """Have the trainer put its current weights into the store as ``version``."""
-        self._trainer = trainer
-        timeout_s = self._config.trainer.step_timeout_s
-        give_up_at = self._run.clock() + self._timeout_s
-        for pause_s in _pauses():
-            request = Publish(self._switchboard.next_seq(), version, 0, self._canary)
-            try:
-                published = await self._switchboard.call(trainer, request, Published, timeout_s=timeout_s)
-                break
-            except CallError as error:
-                if not error.retry or self._run.clock() + pause_s > give_up_at:
-                    raise RunError(f"publishing version {version} failed: {error}") from error
-                logger.warning("version %d is not published yet: %s", version, error)
-                await asyncio.sleep(pause_s)
-        self._published[version] = published
+        published = await self._pulls.publish(trainer, version)
         self.newest = max(self.newest, version)
         if self._config.rollout.update_at is UpdateAt.PUBLISH or self.gate < 0:
             self.gate = self.newest
@@ -147,7 +116,7 @@ class WeightSync:
     async def _collect(self, trainer: Link) -> None:
         """Let go of the versions that no worker needs any more."""
         below = min([self.gate, *self._in_use.values()])
-        self._published = {v: p for v, p in self._published.items() if v >= below}
+        self._pulls.published = {v: p for v, p in self._pulls.published.items() if v >= below}
         request = Collect(self._switchboard.next_seq(), below)
         try:
             await self._switchboard.call(trainer, request, Done, timeout_s=self._timeout_s)
@@ -193,12 +162,13 @@ class WeightSync:
 
     async def close(self) -> None:
         """Stop all followers."""
-        tasks: list[asyncio.Future[None]] = [*self._followers.values(), *self._storing.values()]
+        tasks = list(self._followers.values())
         self._followers.clear()
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
+        await self._pulls.close()
 
     async def _follow(self, engine: Engine) -> None:
         pulled, pull_s, superseded = -1, 0.0, False
@@ -206,8 +176,9 @@ class WeightSync:
             while True:
                 wanted = self._wanted(engine)
                 if wanted > pulled:
+                    self._in_use[engine.link.name] = wanted  # it keeps the version in the store
                     # Not twice in a row: a pull that is slower than the publications would never end.
-                    took_s = await self._pull(engine, wanted, to_the_end=superseded)
+                    took_s = await self._pulls.pull(engine, wanted, to_the_end=superseded)
                     superseded = took_s is None
                     if took_s is not None:
                         pulled, pull_s = wanted, took_s
@@ -226,70 +197,6 @@ class WeightSync:
         """The version that the worker needs next, or may need."""
         return self.gate if engine.version < self.gate else self.newest
 
-    async def _pull(self, engine: Engine, version: int, *, to_the_end: bool) -> float | None:
-        """Seconds that the worker took to bring ``version`` to its host; ``None``: another is wanted by now."""
-        self._in_use[engine.link.name] = version  # before anything waits: it keeps the version in the store
-        clock = self._run.clock
-        give_up_at = clock() + self._timeout_s
-        await asyncio.sleep(self._jitter.uniform(0.0, self._config.weights.pull_jitter_s))
-        for pause_s in _pauses():
-            lost = ""
-            async with self._turns_to_pull:
-                if self._wanted(engine) != version:
-                    return None
-                manifest, began = self._published[version].manifest, clock()
-                try:
-                    pulled = await self._unless_superseded(engine, version, manifest, to_the_end)
-                    return clock() - began if pulled else None
-                except CallError as error:
-                    if not error.retry or clock() + pause_s > give_up_at:
-                        raise
-                    logger.warning("%s could not pull version %d: %s", engine.link.name, version, error)
-                    lost = manifest if error.kind is FailureKind.LOST else ""
-            if lost:
-                began = clock()
-                await self._store_anew(version, lost)
-                give_up_at += clock() - began  # that was not the worker's time
-            await asyncio.sleep(pause_s)
-        raise AssertionError("the pauses never end")
-
-    async def _unless_superseded(self, engine: Engine, version: int, manifest: str, to_the_end: bool) -> bool:
-        """Have the worker pull ``version``; false when another was wanted before it had it, and it may be left."""
-        request = Pull(self._switchboard.next_seq(), version, manifest)
-        pull = asyncio.ensure_future(self._call(engine, request, Done))
-        try:
-            while not pull.done():
-                if not to_the_end and self._wanted(engine) != version:
-                    return False
-                waited: set[asyncio.Future[Any]] = {pull, self._next_change()}
-                await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-            pull.result()
-            return True
-        finally:
-            pull.cancel()
-
-    async def _store_anew(self, version: int, lost: str) -> None:
-        """Have the trainer store ``version`` again, of whose copy ``lost`` a part is gone; once for all who miss it."""
-        if self._published[version].manifest != lost or self._trainer is None:
-            return
-        storing = self._storing.get(version)
-        if storing is None:
-            storing = asyncio.ensure_future(self._store_again(self._trainer, version))
-            self._storing[version] = storing
-            storing.add_done_callback(lambda _: self._storing.pop(version))
-        await asyncio.wait({storing})
-
-    async def _store_again(self, trainer: Link, version: int) -> None:
-        attempt = self._attempts[version] = self._attempts.get(version, 0) + 1
-        request = Publish(self._switchboard.next_seq(), version, attempt, self._canary)
-        timeout_s = self._config.trainer.step_timeout_s  # it may wait for a train_step
-        try:
-            self._published[version] = await self._switchboard.call(
-                trainer, request, Published, timeout_s=timeout_s
-            )
-        except CallError as error:
-            logger.warning("version %d could not be stored again: %s", version, error)
-
     async def _swap(self, engine: Engine, version: int, pull_s: float) -> None:
         """Suspend, update, verify, resume."""
         seq, clock, before = self._switchboard.next_seq, self._run.clock, engine.version
@@ -301,7 +208,7 @@ class WeightSync:
         times.append(clock())
         updated = await self._call(engine, Update(seq(), version, self._canary), Updated)
         times.append(clock())
-        gap = canary_gap(self._published[version].canary_logprobs, updated.canary_logprobs)
+        gap = canary_gap(self._pulls.published[version].canary_logprobs, updated.canary_logprobs)
         tolerance = self._config.inference.tolerance
         if updated.version != version or gap > tolerance:
             raise _Untrusted(

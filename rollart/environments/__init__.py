@@ -2,6 +2,17 @@
 
 from __future__ import annotations
 
-from rollart.environments.environment import Environment, Turn, Unavailable
+from rollart.environments.action import Action, ToolCall
+from rollart.environments.environment import ChatMessage, Environment, Turn, Unavailable
+from rollart.environments.tools import ToolEnvironment, tool
 
-__all__ = ["Environment", "Turn", "Unavailable"]
+__all__ = [
+    "Action",
+    "ChatMessage",
+    "Environment",
+    "ToolCall",
+    "ToolEnvironment",
+    "Turn",
+    "Unavailable",
+    "tool",
+]

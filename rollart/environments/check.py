@@ -13,7 +13,7 @@ import sys
 import msgspec
 
 from rollart.config import Task
-from rollart.environments.loading import load_environment
+from rollart.environments.loading import load_task
 from rollart.errors import ConfigError
 
 
@@ -24,7 +24,7 @@ def main() -> None:
     tasks = msgspec.json.decode(sys.stdin.buffer.read(), type=list[Task])
     for task in tasks:
         try:
-            load_environment(task.name, task.environment, task.options)
+            load_task(task, 0)
         except ConfigError as error:
             answer.write(f"{error}\n")
             answer.flush()

@@ -19,14 +19,22 @@ task of one's own, in a file ``coin.py`` beside the config, which names it ``env
 
 ``reset``, ``step`` and ``close`` are plain methods, which run in a thread and may block, or ``async def``,
 which run on the worker's event loop and must not.
+
+An environment may speak in chat messages instead of text: ``reset`` returns a list of them, and ``Turn`` has
+``messages``.  They become tokens by the model's chat template, once: what the policy has seen is never tokenised
+again (``rollart.environments.conversation``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-__all__ = ["Environment", "Turn", "Unavailable"]
+__all__ = ["ChatMessage", "Environment", "Turn", "Unavailable"]
+
+ChatMessage = Mapping[str, Any]
+"""``role`` (``system``, ``user``, ``tool`` …) and ``content``, a text; what else the model's template reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +42,15 @@ class Turn:
     """What an environment answers to an action."""
 
     text: str = ""
-    """What the policy sees next; nobody reads it when the episode is done."""
+    """What the policy sees next; nobody reads it when the episode is done.  In an episode of messages: a user's."""
     reward: float = 0.0
     """For this action; the episode's rewards are summed."""
     done: bool = False
     """The episode is over."""
     info: Mapping[str, float] = field(default_factory=dict)
     """Numbers for the metrics; ``success`` (0 or 1) is what evaluations report, else a score of 1 counts."""
+    messages: Sequence[ChatMessage] = ()
+    """What the policy sees next, instead of ``text``, in an episode that began with messages."""
 
 
 class Unavailable(Exception):
@@ -54,15 +64,25 @@ class Environment:
     ``reset``.  Any exception but ``Unavailable`` ends the episode as failed, and no other one.
     """
 
-    def reset(self, seed: int, split: str) -> str | Awaitable[str]:
+    tools: Sequence[Mapping[str, Any]] = ()
+    """What the policy may call, as JSON schemas in the form of chat templates; for episodes of messages."""
+    reference: str = ""
+    """What rewards may compare the answers with (a solution, tests, any text); the policy never sees it.  An
+    environment sets it in ``reset``, if it has one, or later."""
+
+    def reset(self, seed: int, split: str) -> str | Sequence[ChatMessage] | Awaitable[Any]:
         """Begin the episode that ``seed`` names, the same one each time, and return the first observation.
 
-        ``split`` is ``train`` or ``eval``: no instance of one may be an instance of the other.
+        ``split`` is ``train`` or ``eval``: no instance of one may be an instance of the other.  A task with a
+        ``dataset`` has a third parameter, ``row``: the instance's row.
         """
         raise NotImplementedError
 
     def step(self, action: str) -> Turn | Awaitable[Turn]:
-        """Carry out the policy's ``action``, the text of its answer without special tokens."""
+        """Carry out the policy's ``action``, the text of its answer without special tokens.
+
+        It is an ``Action``, which finds the tool calls in it.
+        """
         raise NotImplementedError
 
     def close(self) -> Awaitable[None] | None:

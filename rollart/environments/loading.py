@@ -14,10 +14,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rollart.config import Task
+from rollart.environments.dataset import Rows, load_rows
 from rollart.environments.environment import Environment
 from rollart.errors import ConfigError
 
-__all__ = ["Blueprint", "cause", "load_environment"]
+__all__ = ["Blueprint", "cause", "load_environment", "load_task"]
 
 MAX_CAUSE = 500
 
@@ -34,10 +36,40 @@ class Blueprint:
         close = getattr(environment, "close", None)
         self.close_is_async = inspect.iscoroutinefunction(close)
         self.closes = callable(close) and close is not Environment.close
+        self.rows: Rows | None = None
+        """Where the instances are rows of a dataset."""
+
+    @property
+    def takes_row(self) -> bool:
+        """``reset`` has a parameter for the instance's row."""
+        return "row" in inspect.signature(self.environment.reset).parameters
+
+    @property
+    def row_is_optional(self) -> bool:
+        """That parameter has a default."""
+        parameter = inspect.signature(self.environment.reset).parameters["row"]
+        return parameter.default is not inspect.Parameter.empty
 
     def build(self) -> Any:
         """A new environment."""
         return self.environment(**self.options)
+
+
+def load_task(task: Task, seed: int) -> Blueprint:
+    """The environment of ``task``, with its dataset where it has one; ``seed`` is the run's.  Errors as of
+    ``load_environment``."""
+    blueprint = load_environment(task.name, task.environment, task.options)
+    where = f"task {task.name}"
+    if task.dataset is not None:
+        if not blueprint.takes_row:
+            raise ConfigError(
+                f"{where}: {blueprint.name}.reset has no parameter row, so its dataset would do nothing: "
+                "reset(self, seed, split, row)"
+            )
+        blueprint.rows = load_rows(where, task.dataset, seed)
+    elif blueprint.takes_row and not blueprint.row_is_optional:
+        raise ConfigError(f"{where}: {blueprint.name}.reset wants a row, but the task names no dataset")
+    return blueprint
 
 
 def load_environment(task: str, path: str, options: Mapping[str, Any]) -> Blueprint:

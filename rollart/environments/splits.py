@@ -10,7 +10,7 @@ import hashlib
 import random
 from collections.abc import Callable
 
-__all__ = ["EVAL_SHARE", "SPLITS", "draw", "split_of"]
+__all__ = ["EVAL_SHARE", "SPLITS", "draw", "share_of", "split_of"]
 
 SPLITS = ("train", "eval")
 EVAL_SHARE = 0.2
@@ -20,8 +20,13 @@ MAX_DRAWS = 10_000
 
 def split_of(instance: str) -> str:
     """The split of the instance that ``instance`` describes; the same on every machine."""
+    return "eval" if share_of(instance) < EVAL_SHARE else "train"
+
+
+def share_of(instance: str) -> float:
+    """Where ``instance`` stands between 0 and 1, by its hash."""
     digest = hashlib.blake2b(instance.encode(), digest_size=8).digest()
-    return "eval" if int.from_bytes(digest, "little") < EVAL_SHARE * 2**64 else "train"
+    return int.from_bytes(digest, "little") / 2**64
 
 
 def draw(candidate: Callable[[random.Random], str | None], rng: random.Random, split: str) -> str:

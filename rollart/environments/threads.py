@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -89,6 +90,7 @@ class Threads:
 
 
 def _carry_out(call: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    process = os.getpid()
     try:
         return call(), None
     except StopIteration as error:  # a future can't hold one
@@ -96,6 +98,11 @@ def _carry_out(call: Callable[[], T]) -> tuple[T | None, BaseException | None]:
         return None, failure
     except BaseException as error:  # the boundary of foreign code in a thread: told to who waits for it
         return None, error
+    finally:
+        if (
+            os.getpid() != process
+        ):  # it forked, and this is the child, which must not go on as a second worker
+            os._exit(0)
 
 
 def _deliver(job: _Job, outcome: tuple[Any, BaseException | None]) -> None:

@@ -12,12 +12,15 @@ import os
 import re
 import signal
 import sys
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
 
-__all__ = ["LocalLauncher", "Placement", "WorkerExit"]
+from rollart.processes import MARK, end_marked
+
+__all__ = ["LocalLauncher", "Placement", "WorkerExit", "import_path"]
 
 TAIL_LINES = 15
 ERROR_LINE = re.compile(r"(?:^|\s)[\w.]*(?:Error|Exception): .")
@@ -31,6 +34,10 @@ class Placement(msgspec.Struct, frozen=True):
     hardware_class: str
     environment: Mapping[str, str] = {}
     """Variables for its process, beside this process's own."""
+    interpreter: str = ""
+    """Its Python, where that is not this process's."""
+    tasks: tuple[str, ...] = ()
+    """Of an environment worker: the tasks it holds; empty: all."""
 
 
 class WorkerExit(msgspec.Struct, frozen=True):
@@ -60,6 +67,7 @@ class LocalLauncher:
         self._log_dir = log_dir
         self._temporary = temporary
         self._on_exit = on_exit
+        self._mark = uuid.uuid4().hex
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._watchers: set[asyncio.Task[None]] = set()
 
@@ -83,14 +91,21 @@ class LocalLauncher:
     def command(self, placement: Placement) -> list[str]:
         """What is run for a worker."""
         return [
-            *(sys.executable, "-m", "rollart.workers", placement.role),
+            *(placement.interpreter or sys.executable, "-m", "rollart.workers", placement.role),
             *("--key-file", str(self._key_file), "--name", placement.name),
             *("--hardware-class", placement.hardware_class, "--parent", str(os.getpid())),
+            *(("--tasks", ",".join(placement.tasks)) if placement.tasks else ()),
         ]
 
     def _environment(self, placement: Placement) -> dict[str, str]:
         own = {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "TMPDIR": str(self._temporary)}
+        own[MARK] = self._mark_of(placement)
+        if placement.interpreter:
+            own |= import_path()
         return {**os.environ, **own, **placement.environment}
+
+    def _mark_of(self, placement: Placement) -> str:
+        return f"{self._mark}.{placement.name}"
 
     async def stop(self, *, grace_s: float) -> None:
         """End all workers: they have ``grace_s`` to end by themselves, then half of it after SIGTERM."""
@@ -116,8 +131,19 @@ class LocalLauncher:
     async def _watch(self, placement: Placement, process: asyncio.subprocess.Process) -> None:
         code = await process.wait()
         _signal_group(process.pid, signal.SIGKILL)  # whatever it started and left behind
+        end_marked(f"{MARK}={self._mark_of(placement)}")  # what left its group as well
         del self._processes[placement.name]
         self._on_exit(WorkerExit(placement, code))
+
+
+def import_path() -> dict[str, str]:
+    """The variable by which another interpreter finds a rollart that is a checkout and not installed there; its working
+    directory has to be this process's for the user's own modules."""
+    checkout = Path(__file__).parent.parent.parent
+    if not (checkout / "pyproject.toml").is_file():
+        return {}
+    before = os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": f"{checkout}{os.pathsep}{before}" if before else str(checkout)}
 
 
 def _signal_group(group: int, signum: signal.Signals) -> None:

@@ -240,7 +240,7 @@ def train_step_s(
     """Seconds of a train_step, as of ``StepTime``, divided among ``replicas`` trainers."""
     trainer, tokens = (
         calibration.trainer,
-        trained_tokens(lengths, scored, config.trainer.micro_batch_sequences),
+        trained_tokens(lengths, scored, config.trainer.sequences),
     )
     return max(1e-6, trainer.step_s.value + trainer.token_s.value * tokens / replicas)
 

@@ -20,6 +20,7 @@ from rollart.protocol import (
     Message,
     Progress,
     Pull,
+    Pulled,
     Ready,
     Release,
     Resume,
@@ -118,7 +119,7 @@ class SimInference(Worker):
                 if reference in self._world.lost:
                     raise Lost(f"a bucket of {reference} is not in the store")
                 self._pulled = max(self._pulled, version)
-                return Done(seq)
+                return Pulled(seq, 0)
             case Suspend(seq=seq):
                 self._suspended = True
                 still_at = self.engine.suspend(self._now())

@@ -172,7 +172,7 @@ def _trained(seen: Observed, event: events.TrainedStep, rows: list[dict[str, flo
     lengths = [sample.tokens for sample in event.samples]
     share = seen.config.trainer.verify_share
     scored = scored_lengths(lengths, [s.versions for s in event.samples], event.before, share, event.step)
-    tokens = trained_tokens(lengths, scored, seen.config.trainer.micro_batch_sequences)
+    tokens = trained_tokens(lengths, scored, seen.config.trainer.sequences)
     seen.train_steps.append(TrainStep(event.t - seconds, event.t, tokens, len(event.samples)))
 
 

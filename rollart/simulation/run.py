@@ -17,6 +17,7 @@ from rollart.config import Config
 from rollart.controller.controller import Controller
 from rollart.controller.invariants import Invariants
 from rollart.controller.progress import Progress
+from rollart.controller.rewards import OwnRewards
 from rollart.controller.trajectory import Trajectory
 from rollart.errors import InvariantError, RunError
 from rollart.launch.local import Placement, WorkerExit
@@ -24,6 +25,7 @@ from rollart.protocol import Role
 from rollart.simulation.engine import BatchingEngine
 from rollart.simulation.environment import SimEnvironment
 from rollart.simulation.faults import Fault, Injector
+from rollart.simulation.functions import FunctionPool, SimFunctions
 from rollart.simulation.host import Host, Messages, OnHost, Sharing
 from rollart.simulation.inference import SimInference
 from rollart.simulation.isolation import Isolation
@@ -62,6 +64,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """The machine whose cores all workers share; by default each has its own."""
     environment_threads: int | None = None
     """Environments of one worker that act at the same time; by default all."""
+    functions: FunctionPool | None = None
+    """What serves the rewards; by default as many at once as there are."""
 
 
 class Result(msgspec.Struct, kw_only=True):
@@ -88,22 +92,32 @@ class Result(msgspec.Struct, kw_only=True):
     """What the controller was waiting for at the end, as its status line says it."""
     host: Host | None
     """The machine, when it was shared."""
+    functions: SimFunctions | None = None
+    """What served the rewards, when it was not unlimited."""
 
 
-class _Rewards:
+class _Rewards(OwnRewards):
     """The environment's reward, after the family's time for scoring."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, functions: SimFunctions | None) -> None:
         self._world = world
+        self._functions = functions
 
     async def score(self, trajectory: Trajectory) -> float:
         """The sum of the environment's rewards."""
         seconds = self._world.families[trajectory.task].reward_s.draw(
             self._world.rng("reward", trajectory.session)
         )
-        if seconds:
+        if seconds and self._functions is not None:
+            await self._functions.call(seconds)
+        elif seconds:
             await asyncio.sleep(seconds)
         return trajectory.reward
+
+    async def close(self) -> None:
+        """End what serves the rewards."""
+        if self._functions is not None:
+            await self._functions.close()
 
 
 class _Run:
@@ -140,6 +154,7 @@ class _Run:
         self.isolation = Isolation(befell=self.injector.befell.__contains__, troubled=self.world.troubled)
         self.launcher: SimLauncher
         self.outcome, self.cause = "broken", ""
+        self.functions = SimFunctions(setup.functions) if setup.functions is not None else None
         self.controller: Controller
 
     async def main(self) -> None:
@@ -151,7 +166,7 @@ class _Run:
             launch=self._launch,
             progress=Progress(io.StringIO(), config.steps),
             vocabulary_size=VOCABULARY,
-            rewards=_Rewards(self.world),
+            rewards=_Rewards(self.world, self.functions),
             unix_time=lambda: 0.0,
         )
         controller.events.listen(self.invariants.feed)
@@ -242,6 +257,7 @@ def simulate(
         workers=run.launcher.started,
         waiting_for=run.waiting_for,
         host=run.world.host,
+        functions=run.functions,
     )
 
 

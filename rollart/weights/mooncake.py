@@ -5,33 +5,40 @@ force, can be read torn.  A version's manifest is put after its buckets are know
 key that changes, after the manifest.  A pulled version lies in a folder of this host's shared memory, in the form of
 the local store, so that engines map it without knowing where it came from.
 
+With ``delta`` a bucket that did not change is not stored again, and of one that changed little the changes are stored
+beside it, for who has the version before.
+
 Mooncake's calls release the GIL and wait busily: call from a thread, and a few large calls rather than many.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import logging
-import mmap
 import os
 import shutil
 import socket
-import threading
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollart.weights.local import BUCKET_BYTES, LocalStore, LocalWeights, open_weights
+import msgspec
+
+from rollart.weights.fetch import Fetch, Pulled, address_of
+from rollart.weights.local import BUCKET_BYTES
+from rollart.weights.packer import pack
+from rollart.weights.rooms import Room, Rooms
 from rollart.weights.store import (
+    DTYPE_BYTES,
+    FORMAT,
     Bucket,
     DamagedWeights,
+    Delta,
     Manifest,
     MissingWeights,
     NamedBuffer,
     StoreError,
-    Superseded,
+    Tensor,
     TransferFailed,
     decode_manifest,
     never,
@@ -53,9 +60,10 @@ MEANINGS = {
     -800: "a storage node can't be reached",
 }
 """Of Mooncake's error codes, for people."""
-PORTION_BYTES = 64 << 20
 SMALL_BYTES = 16 << 20
 """Of the client's own buffer, for manifests."""
+DELTA_SHARE = 0.5
+"""Changes of a bucket are stored when they take at most this share of its bytes."""
 
 
 class UnreachableStore(TransferFailed):
@@ -75,24 +83,28 @@ class MooncakeStore:
         protocol: str = "tcp",
         replicas: int = 1,
         bucket_bytes: int = BUCKET_BYTES,
+        delta: bool = False,
     ) -> None:
         """``master`` is its address, ``scratch`` a folder in shared memory, ``run`` what keeps runs apart in one store.
 
         ``UnreachableStore`` within ``CONNECT_S`` when nobody answers.
         """
-        self.refetched = 0
-        """Versions that were pulled again because bytes were wrong."""
         self._master = master
         self._run = run
         self._replicas = replicas
-        self._staging = LocalStore(scratch / "staged", bucket_bytes=bucket_bytes)
-        self._pulled = scratch / "pulled"
-        self._pulled.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._bucket_bytes = bucket_bytes
+        self._delta = delta
+        self._scratch = scratch
+        scratch.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._published: set[int] = set()
         self._keys: dict[int, list[str]] = {}
-        """Of each version, what this process wrote, or began to, and has not removed."""
-        self._spare = _Spare(scratch / "spare")
+        """Of each version, what this process wrote for it, or began to, or uses of an older one."""
+        self._base: list[tuple[Bucket, Room]] = []
+        """The version that was published last, to compare the next one with."""
+        self._held: dict[int, Room] = {}
+        """Pulled buckets that are not closed, by checksum."""
         self._client = _connect(master, host, protocol)
+        self._rooms = Rooms(scratch / "spare", on_new=self._register, on_end=self._unregister)
 
     # --- publishing -----------------------------------------------------------------------------------
 
@@ -100,28 +112,97 @@ class MooncakeStore:
         """Put a version into the store; ``StoreError`` when it exists, or when it can't be stored whole."""
         if version in self._published and not anew:
             raise StoreError(f"version {version} is in the store already; versions never change")
-        self._staging.collect(version + 1)  # what a failed attempt left
-        path = self._staging.publish(version, tensors)
+        attempt = f"v{version}-{uuid.uuid4().hex[:12]}"
+        folder = self._scratch / attempt
+        folder.mkdir(mode=0o700)
+        rooms: list[Room] = []
         try:
-            with open_weights(path, verify=False) as weights:
-                return self._put(version, weights, Path(path).read_bytes())
+            rooms, buckets, parts = pack(tensors, self._rooms, folder, attempt, self._bucket_bytes)
+            base = (
+                [] if anew else self._base
+            )  # of what is stored anew something was lost, and who knows what else
+            stored, changes = self._changes(base, buckets, rooms, parts, folder / f"{attempt}-changes")
+            reference = self._put(version, attempt, [*rooms, *changes], stored, parts)
+            rooms = self._keep(stored, rooms) + changes
+            return reference
         finally:
-            self._staging.collect(version + 1)
+            self._rooms.give(rooms)
+            shutil.rmtree(folder, ignore_errors=True)
 
-    def _put(self, version: int, weights: LocalWeights, manifest: bytes) -> str:
-        keys = [self._key(version, bucket.name) for bucket in weights.manifest.buckets if bucket.size]
-        reference = self._key(version, f"{uuid.uuid4().hex[:12]}-manifest")
-        written = [*keys, reference]
+    def _changes(
+        self,
+        base: Sequence[tuple[Bucket, Room]],
+        buckets: Sequence[Bucket],
+        rooms: Sequence[Room],
+        parts: Sequence[Tensor],
+        path: Path,
+    ) -> tuple[list[Bucket], list[Room]]:
+        """The buckets as they are to be stored, compared with ``base``, and a room with the changes at ``path``."""
+        if not base:
+            return list(buckets), []
+        from rollart.weights.delta import encode
+
+        stored, encoded, total = [], [], 0
+        reusable = self._there([before.name for before, _ in base])
+        for number, (bucket, room) in enumerate(zip(buckets, rooms, strict=True)):
+            before, old = base[number] if number < len(base) else (bucket, room)
+            if before.size != bucket.size or before.name not in reusable:
+                stored.append(bucket)
+            elif before.checksum == bucket.checksum:
+                stored.append(msgspec.structs.replace(before, delta=None))
+            else:
+                width = min(DTYPE_BYTES[part.dtype] for part in parts if part.bucket == number)
+                data = encode(old.view, room.view, width, int(DELTA_SHARE * bucket.size))
+                if data is not None:
+                    name = f"{bucket.name}-changes"
+                    bucket = msgspec.structs.replace(
+                        bucket, delta=Delta(name, len(data), before.checksum, width)
+                    )
+                    encoded.append(data)
+                    total += len(data)
+                stored.append(bucket)
+        if not total:
+            return stored, []
+        changes = self._rooms.take(path, _power_of_two(total))
+        changes.holds = None
+        changes.grow(total)
+        changes.view[:total] = b"".join(encoded)
+        return stored, [changes]
+
+    def _put(
+        self,
+        version: int,
+        attempt: str,
+        rooms: Sequence[Room],
+        buckets: Sequence[Bucket],
+        parts: list[Tensor],
+    ) -> str:
+        """Store what is new of ``buckets``, then the manifest; its key."""
+        keys, addresses, sizes = [], [], []
+        for bucket, room in zip(buckets, rooms, strict=False):
+            if bucket.size and bucket.name.startswith(attempt):
+                keys.append(self._key(bucket.name))
+                addresses.append(address_of(room))
+                sizes.append(bucket.size)
+        at = 0
+        for delta in [bucket.delta for bucket in buckets if bucket.delta]:
+            keys.append(self._key(delta.name))
+            addresses.append(address_of(rooms[-1]) + at)
+            sizes.append(delta.size)
+            at += delta.size
+        reference = self._key(f"{attempt}-manifest")
+        used = {*keys, *(self._key(bucket.name) for bucket in buckets if bucket.size), reference}
         try:
-            with self._registered(weights.buckets) as places:
-                self._check(keys, self._client.batch_put_from(keys, *places, self._replication()))
-            self._check([reference], [self._client.put(reference, manifest, self._replication())])
-            there = self._client.batch_is_exist(written)
-            if any(found != 1 for found in there):  # a put can answer 0 and store nothing
-                lost = [key for key, found in zip(written, there, strict=True) if found != 1]
-                raise MissingWeights(f"the store took {lost[0]} and does not have it")
+            if keys:
+                codes = self._client.batch_put_from(keys, addresses, sizes, self._replication())
+                self.check(keys, codes, [0] * len(keys))
+            manifest = msgspec.json.encode(Manifest(FORMAT, version, list(buckets), parts))
+            self.check([reference], [self._client.put(reference, manifest, self._replication())], [0])
+            lost = used - {self._key(name) for name in self._there([self._name(key) for key in used])}
+            if lost:  # a put can answer 0 and store nothing
+                raise MissingWeights(f"the store took {min(lost)} and does not have it")
         finally:  # also of what failed: some of it may be there, and under a lease
-            self._keys.setdefault(version, []).extend(written)
+            self._keys.setdefault(version, []).extend(used)
         self._published.add(version)
         code = self._client.upsert(self._latest, reference.encode(), self._replication())
         if code:  # the run goes by references; the next version's pointer comes soon
@@ -129,6 +210,23 @@ class MooncakeStore:
                 "%s still points to an older version than %d (code %d)", self._latest, version, code
             )
         return reference
+
+    def _keep(self, buckets: Sequence[Bucket], rooms: list[Room]) -> list[Room]:
+        """Keep what the next version is compared with; what is not needed any more."""
+        if not self._delta:
+            return rooms
+        idle = [room for _, room in self._base]
+        for room in rooms:  # the folder goes
+            room.move(self._scratch / room.path.name)
+        self._base = list(zip(buckets, rooms, strict=True))
+        return idle
+
+    def _there(self, names: Sequence[str]) -> set[str]:
+        """Those of ``names`` that the store has."""
+        if not names:
+            return set()
+        found = self._client.batch_is_exist([self._key(name) for name in names])
+        return {name for name, there in zip(names, found, strict=True) if there == 1}
 
     def _replication(self) -> object:
         from mooncake.store import ReplicateConfig
@@ -140,8 +238,8 @@ class MooncakeStore:
 
     # --- pulling --------------------------------------------------------------------------------------
 
-    def pull(self, reference: str, *, stop: Callable[[], bool] = never) -> LocalWeights:
-        """Bring a version to this host and check it, a second time when bytes are wrong.
+    def pull(self, reference: str, *, stop: Callable[[], bool] = never) -> Pulled:
+        """Bring a version to this host and check it, bad buckets a second time.
 
         ``MissingWeights`` when it, or a part of it, is not in the store; ``DamagedWeights`` when its bytes are
         wrong twice.  When the weights are closed their memory is used again, for the version after the next.
@@ -153,61 +251,52 @@ class MooncakeStore:
                 raise TransferFailed(f"can't get {where}")
             raise MissingWeights(f"no weights at {where}")
         manifest = decode_manifest(contents, reference)
+        folder = self._scratch / f"pulled-v{manifest.version}-{uuid.uuid4().hex[:12]}"
+        folder.mkdir(mode=0o700)
+        fetch = Fetch(manifest, folder, self._rooms, self._held, self._get, stop)
         try:
-            return self._fetch(manifest, contents, stop)
-        except DamagedWeights as error:
-            self.refetched += 1
-            logger.warning("%s; pulling version %d again", error, manifest.version)
-            return self._fetch(manifest, contents, stop)
+            fetch.run()
+            (folder / "manifest").write_bytes(contents)
+            return Pulled(folder, fetch, self._rooms, self._held)
+        except BaseException:
+            self._rooms.give(fetch.rooms)
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    def _get(self, names: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> None:
+        """Bring stored bytes to ``addresses``."""
+        keys = [self._key(name) for name in names]
+        self.check(keys, self._client.batch_get_into(keys, list(addresses), list(sizes)), sizes)
 
     def latest(self) -> str | None:
         """The reference of the version that was published last."""
         found = self._client.get(self._latest)
         return found.decode() if found else None
 
-    def _fetch(self, manifest: Manifest, contents: bytes, stop: Callable[[], bool]) -> LocalWeights:
-        folder = self._pulled / f"v{manifest.version}-{uuid.uuid4().hex[:12]}"
-        folder.mkdir(mode=0o700)
-        try:
-            rooms = [self._spare.take(folder / bucket.name, bucket.size) for bucket in manifest.buckets]
-            buckets = [bucket for bucket in manifest.buckets if bucket.size]
-            keys = [self._key(manifest.version, bucket.name) for bucket in buckets]
-            with self._registered(rooms) as (addresses, sizes):
-                for few in _portions(sizes):
-                    if stop():
-                        raise Superseded(f"version {manifest.version} is not wanted any more")
-                    codes = self._client.batch_get_into(keys[few], addresses[few], sizes[few])
-                    self._check(keys[few], codes, buckets[few])
-            path = folder / "manifest"
-            path.write_bytes(contents)
-            return _Pulled(open_weights(str(path), verify=True, stop=stop), self._spare)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-
     # --- removing -------------------------------------------------------------------------------------
 
     def collect(self, below: int) -> None:
-        """Remove the versions below ``below`` that this process published.
+        """Remove the versions below ``below`` that this process published, but for what newer ones use of them.
 
         One that is being read is not removed now; a later call does it.
         """
+        used = {key for version, keys in self._keys.items() if version >= below for key in keys}
         for version in [version for version in self._keys if version < below]:
-            left = self._remove(self._keys.pop(version))
+            left = self._remove([key for key in self._keys.pop(version) if key not in used])
             if left:
                 self._keys[version] = left
 
     def close(self) -> None:
         """Leave the store, and remove what this process put there and its files."""
-        keys = [key for keys in self._keys.values() for key in keys]
+        keys = list({key for keys in self._keys.values() for key in keys})
         if self._published:
             keys.append(self._latest)
         if keys and self._remove(keys, force=True):  # nobody reads any more what a run leaves behind
             logger.warning("some weights of %s stay in the store at %s", self._run, self._master)
+        self._rooms.close()
+        self._rooms.end([*(room for _, room in self._base), *self._held.values()])
         self._client.close()
-        shutil.rmtree(self._staging.root, ignore_errors=True)
-        shutil.rmtree(self._pulled, ignore_errors=True)
-        self._spare.close()
+        shutil.rmtree(self._scratch, ignore_errors=True)
 
     # --- Mooncake -------------------------------------------------------------------------------------
 
@@ -217,17 +306,19 @@ class MooncakeStore:
 
     def _remove(self, keys: list[str], *, force: bool = False) -> list[str]:
         """Those of ``keys`` that are still there: somebody reads them."""
+        if not keys:
+            return []
         codes = self._client.batch_remove(keys, force)
         return [key for key, code in zip(keys, codes, strict=True) if code not in (0, NOT_FOUND)]
 
-    def _key(self, version: int, name: str) -> str:
-        return f"{self._run}/v{version}/{name}"
+    def _key(self, name: str) -> str:
+        return f"{self._run}/{name}"
 
-    def _check(
-        self, keys: Sequence[str], codes: Sequence[int], buckets: Sequence[Bucket] | None = None
-    ) -> None:
-        """``StoreError`` for the first key whose transfer failed, or that has another size than its bucket."""
-        expected = [0] * len(keys) if buckets is None else [bucket.size for bucket in buckets]
+    def _name(self, key: str) -> str:
+        return key.removeprefix(f"{self._run}/")
+
+    def check(self, keys: Sequence[str], codes: Sequence[int], expected: Sequence[int]) -> None:
+        """``StoreError`` for the first of ``keys`` whose transfer failed, or gave another size than expected."""
         for key, code, wanted in zip(keys, codes, expected, strict=True):
             if code == wanted:
                 continue
@@ -241,89 +332,18 @@ class MooncakeStore:
             )
             raise TransferFailed(f"{where}: {MEANINGS.get(code, 'the transfer failed')} (code {code}){hint}")
 
-    @contextlib.contextmanager
-    def _registered(self, buckets: Sequence[mmap.mmap | None]) -> Iterator[tuple[list[int], list[int]]]:
-        """Addresses and sizes of ``buckets``, which Mooncake may write to or read from meanwhile."""
-        held = [ctypes.c_char.from_buffer(bucket) for bucket in buckets if bucket is not None]
-        places = [(ctypes.addressof(at), len(b)) for at, b in zip(held, filter(None, buckets), strict=True)]
-        done = 0
-        try:
-            for address, size in places:
-                if self._client.register_buffer(address, size):
-                    raise StoreError(f"Mooncake can't use {size} bytes of this process's memory")
-                done += 1
-            yield [address for address, _ in places], [size for _, size in places]
-        finally:
-            for address, _ in places[:done]:
-                self._client.unregister_buffer(address)
-            held.clear()
+    def _register(self, room: Room) -> None:
+        """Let Mooncake write to and read from a room."""
+        if self._client.register_buffer(address_of(room), room.capacity):
+            raise StoreError(f"Mooncake can't use {room.capacity} bytes of this process's memory")
+
+    def _unregister(self, room: Room) -> None:
+        self._client.unregister_buffer(address_of(room))
 
 
-def _portions(sizes: Sequence[int]) -> Iterator[slice]:
-    """Neighbours of up to ``PORTION_BYTES`` together: large enough for Mooncake, small enough to stop in between."""
-    first, total = 0, 0
-    for number, size in enumerate(sizes):
-        if total and total + size > PORTION_BYTES:
-            yield slice(first, number)
-            first, total = number, 0
-        total += size
-    if total:
-        yield slice(first, len(sizes))
-
-
-class _Spare:
-    """Bucket files that nobody uses now: new memory has to be zeroed by the system, which costs as much as a pull."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._free: dict[int, list[Path]] = {}
-        """By size."""
-        self._lock = threading.Lock()  # a pull that nobody waits for may end while the next has begun
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-
-    def take(self, path: Path, size: int) -> mmap.mmap | None:
-        """A file of ``size`` bytes at ``path``, mapped to be written; ``None`` for none."""
-        with self._lock:
-            free = self._free.get(size)
-            if free:
-                free.pop().rename(path)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            if not size:
-                return None
-            os.posix_fallocate(descriptor, 0, size)  # a full /dev/shm is an error here, and SIGBUS later
-            return mmap.mmap(descriptor, size)
-        finally:
-            os.close(descriptor)
-
-    def give(self, folder: Path, buckets: Sequence[Bucket]) -> None:
-        """The buckets' files in ``folder`` may be used again, and the folder is not needed."""
-        with self._lock, contextlib.suppress(OSError):  # where the store is closed
-            for bucket in buckets:
-                place = self._folder / uuid.uuid4().hex  # the same version may have been pulled twice
-                (folder / bucket.name).rename(place)
-                self._free.setdefault(bucket.size, []).append(place)
-        shutil.rmtree(folder, ignore_errors=True)
-
-    def close(self) -> None:
-        """Remove all."""
-        self._free.clear()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-
-class _Pulled(LocalWeights):
-    """Weights whose files are used again when they are closed."""
-
-    def __init__(self, weights: LocalWeights, spare: _Spare) -> None:
-        super().__init__(Path(weights.path), weights.manifest, weights.buckets)
-        self._spare: _Spare | None = spare
-
-    def close(self) -> None:
-        """Let go of the mappings and of the files."""
-        super().close()
-        if self._spare is not None:
-            self._spare.give(Path(self.path).parent, self.manifest.buckets)
-            self._spare = None
+def _power_of_two(size: int) -> int:
+    """The next one, at least a page: rooms for changes are used again though no two have the same size."""
+    return max(4096, 1 << (size - 1).bit_length())
 
 
 def _connect(master: str, host: str, protocol: str) -> MooncakeDistributedStore:

@@ -25,4 +25,5 @@ def open_store(config: Config, welcome: Welcome, worker: str) -> WeightStore:
         run=welcome.store_run,
         replicas=weights.replicas or 1,
         bucket_bytes=weights.bucket_bytes,
+        delta=bool(weights.delta),
     )

@@ -20,6 +20,7 @@ __all__ = [
     "FORMAT",
     "Bucket",
     "DamagedWeights",
+    "Delta",
     "HostWeights",
     "Manifest",
     "MissingWeights",
@@ -34,7 +35,7 @@ __all__ = [
     "tensor_bytes",
 ]
 
-FORMAT = 2
+FORMAT = 3
 """Of the manifest; readers refuse another."""
 ALIGNMENT = 64
 """Bytes; every tensor begins at a multiple of it."""
@@ -81,6 +82,17 @@ class DamagedWeights(TransferFailed):
     """A version's bytes are not the ones that were published."""
 
 
+class Delta(msgspec.Struct, frozen=True):
+    """What turns another bucket, of the same size, into this one; ``rollart.weights.delta`` has the format."""
+
+    name: str
+    size: int
+    base: int
+    """Checksum of the bucket that it changes."""
+    width: int
+    """Bytes of an element."""
+
+
 class Bucket(msgspec.Struct, frozen=True):
     """One piece of a version's bytes."""
 
@@ -89,6 +101,8 @@ class Bucket(msgspec.Struct, frozen=True):
     size: int
     checksum: int
     """XXH3-64 of the bytes."""
+    delta: Delta | None = None
+    """A shorter way to it, for who has its base."""
 
 
 class Tensor(msgspec.Struct, frozen=True):
@@ -128,6 +142,14 @@ class HostWeights(Protocol):
     @property
     def path(self) -> str:
         """Of its manifest on this host, by which another process maps it with ``local.open_weights``."""
+
+    @property
+    def moved_bytes(self) -> int:
+        """What came to this host for it."""
+
+    @property
+    def refetched(self) -> int:
+        """Buckets that came a second time, because their bytes were wrong."""
 
     def __iter__(self) -> Iterator[tuple[Tensor, memoryview]]:
         """Each tensor with its bytes, not copied."""

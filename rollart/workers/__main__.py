@@ -1,4 +1,7 @@
-"""``python -m rollart.workers ROLE --key-file FILE``: one worker process."""
+"""``python -m rollart.workers ROLE --key-file FILE``: one worker process.
+
+``python -m rollart.workers functions FUNCTION…`` is the local function host, which speaks HTTP instead.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -34,12 +38,19 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--connect", metavar="ADDRESS", help="the controller, instead of the file's address")
     parser.add_argument("--name", help="unique in the run; by default random")
     parser.add_argument("--hardware-class", default="CPU", help="e.g. H800, H20, CPU")
+    parser.add_argument(
+        "--tasks", metavar="NAME,…", help="of an environment worker: the tasks it holds; by default all"
+    )
     parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
 def main() -> int:
     """Run the worker; the exit code."""
+    if sys.argv[1:2] == ["functions"]:
+        from rollart.workers.functions.command_line import main as serve_functions
+
+        return serve_functions(sys.argv[2:])
     options = parse()
     if options.parent:
         die_with_parent(options.parent)
@@ -53,8 +64,24 @@ def main() -> int:
         peer = msgspec.structs.replace(peer, address=options.connect)
     module, _, name = ROLES[options.role].partition(":")
     worker_class: type[Worker] = getattr(importlib.import_module(module), name)
-    worker = worker_class(ZmqDialer(peer), name=options.name, hardware_class=options.hardware_class)
+    own: dict[str, Any] = {"tasks": options.tasks.split(",")} if options.tasks else {}
+    worker = worker_class(ZmqDialer(peer), name=options.name, hardware_class=options.hardware_class, **own)
+    if options.role == "environment":
+        return _run_environments(worker)
     return asyncio.run(_run(worker))
+
+
+def _run_environments(worker: Worker) -> int:
+    """In this process foreign code runs: what it prints is bounded, and no process of it stays behind."""
+    from rollart.processes import adopt_orphans, end_all
+    from rollart.workers.output import pumped
+
+    adopt_orphans()
+    try:
+        with pumped():
+            return asyncio.run(_run(worker))
+    finally:
+        end_all()
 
 
 async def _run(worker: Worker) -> int:

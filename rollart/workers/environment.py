@@ -9,16 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
-import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollart.environments.environment import Turn, Unavailable
-from rollart.environments.loading import Blueprint, cause, load_environment
+from rollart.config import Task
+from rollart.environments.action import Action
+from rollart.environments.answers import WrongAnswer, check_first, check_turn, text_of
+from rollart.environments.chat_template import ChatTemplate, TemplateFault
+from rollart.environments.conversation import Conversation
+from rollart.environments.environment import ChatMessage, Unavailable
+from rollart.environments.loading import Blueprint, cause, load_task
 from rollart.environments.rendering import PlainRenderer
+from rollart.environments.sandbox import best_isolation
 from rollart.environments.threads import Threads
+from rollart.errors import ConfigError
+from rollart.processes import children_of_this_thread, end_trees
 from rollart.protocol import (
     Close,
     Failure,
@@ -32,6 +38,7 @@ from rollart.protocol import (
     ToWorker,
 )
 from rollart.workers.dialer import Dialer
+from rollart.workers.output import Tally, TooMuchOutput, counting, metered
 from rollart.workers.worker import Deterministic, Worker
 
 __all__ = ["EnvironmentWorker"]
@@ -44,18 +51,21 @@ CLOSE_PATIENCE_S = 2.0
 """For all of them together when the worker ends."""
 
 
-class _WrongAnswer(Exception):
-    """An environment returned what it must not; the message is the whole story."""
-
-
 class _Session:
     """An episode."""
 
-    __slots__ = ("blueprint", "busy", "environment", "name")
+    __slots__ = ("blueprint", "busy", "children", "conversation", "environment", "name", "output", "task")
 
-    def __init__(self, name: str, blueprint: Blueprint) -> None:
+    def __init__(
+        self, name: str, task: str, blueprint: Blueprint, conversation: Conversation, output: Tally
+    ) -> None:
         self.name = name
+        self.task = task
         self.blueprint = blueprint
+        self.conversation = conversation
+        self.output = output
+        self.children: set[int] = set()
+        """Processes that its calls have started."""
         self.environment: Any = None
         """There once the reset has begun, until it is disposed of."""
         self.busy = False
@@ -68,24 +78,54 @@ class EnvironmentWorker(Worker):
     role = Role.ENVIRONMENT
     packages = ("tokenizers",)
 
-    def __init__(self, dialer: Dialer, *, name: str | None = None, hardware_class: str = "CPU") -> None:
+    def __init__(
+        self,
+        dialer: Dialer,
+        *,
+        name: str | None = None,
+        hardware_class: str = "CPU",
+        tasks: Sequence[str] = (),
+    ) -> None:
+        """``tasks`` are the tasks it holds episodes of; by default all of the run's."""
         super().__init__(dialer, name=name, hardware_class=hardware_class)
         self._sessions: dict[str, _Session] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._blueprints: dict[str, Blueprint] = {}
+        self._only = frozenset(tasks)
+        self._tasks_of: dict[str, Task] = {}
         self._renderer: PlainRenderer
+        self._template: ChatTemplate | None = None
         self._threads: Threads | None = None
+        self._end_metering: Callable[[], None] = lambda: None
 
     async def setup(self) -> Ready:
-        """Load the tokenizer and every task's environment class; ``ConfigError`` when one can't be."""
-        self._renderer = PlainRenderer(Path(self.welcome.model_dir))
-        self._blueprints = {
-            task.name: load_environment(task.name, task.environment, task.options)
-            for task in self.config.tasks
+        """Load the tokenizer and the tasks' environment classes; ``ConfigError`` when one can't be."""
+        folder = Path(self.welcome.model_dir)
+        self._renderer = PlainRenderer(folder)
+        self._tasks_of = {
+            task.name: task for task in self.config.tasks if not self._only or task.name in self._only
         }
+        self._blueprints = {name: load_task(task, self.config.seed) for name, task in self._tasks_of.items()}
+        self._template = self._chat_template(folder)
         self._threads = Threads(self.config.environments.threads, "environment")
+        self._end_metering = metered()
         facts = {name: blueprint.name for name, blueprint in self._blueprints.items()}
-        return Ready(self.config.environments.max_sessions, facts)
+        if any(getattr(blueprint.environment, "sandboxed", False) for blueprint in self._blueprints.values()):
+            facts["sandbox"] = best_isolation().describe()
+        return Ready(self.config.environments.max_sessions, facts, sorted(self._only))
+
+    def _chat_template(self, folder: Path) -> ChatTemplate | None:
+        """The model's; ``ConfigError`` when a task or the config wants one and there is none to use."""
+        file = self.config.model.chat_template
+        wanted = [f"task {task.name}: chat" for task in self._tasks_of.values() if task.chat]
+        if file is not None:
+            wanted.insert(0, "model.chat_template")
+        try:
+            return ChatTemplate(folder, Path(file) if file is not None else None)
+        except (OSError, ValueError) as error:
+            if wanted:
+                raise ConfigError(f"{wanted[0]}: {error}") from None
+            return None  # said when an environment speaks in messages
 
     async def serve(self, message: ToWorker, payload: Sequence[bytes]) -> Message | None:
         """Carry out a request of the environment protocol."""
@@ -114,6 +154,7 @@ class EnvironmentWorker(Worker):
         if self._threads is not None:
             self._threads.stop()
             self._threads = None
+        self._end_metering()
 
     # --- requests -------------------------------------------------------------------------------------
 
@@ -126,17 +167,28 @@ class EnvironmentWorker(Worker):
         blueprint = self._blueprints.get(request.task)
         if blueprint is None:
             raise Deterministic(f"the run's config has no task {request.task!r}")
-        session = self._sessions[request.session] = _Session(request.session, blueprint)
+        task = self._tasks_of[request.task]
+        session = self._sessions[request.session] = _Session(
+            request.session,
+            request.task,
+            blueprint,
+            Conversation(self._renderer, self._template, chat=task.chat),
+            Tally(int(self.config.environments.max_output_mib * 2**20)),
+        )
 
         def call() -> Any:
-            session.environment = blueprint.build()
-            return session.environment.reset(request.seed, request.split)
+            environment = session.environment = blueprint.build()
+            if blueprint.rows is None:
+                return environment.reset(request.seed, request.split)
+            row = blueprint.rows.row(request.split, request.seed)
+            return environment.reset(request.seed, request.split, row=row)
 
         def render(answer: object) -> Observation:
-            ids = self._renderer.first(_first_text(answer))
+            first = check_first(answer, self._context_tokens)
+            ids = session.conversation.begin(first, getattr(session.environment, "tools", ()))
             if not ids:
-                raise _WrongAnswer("returned an empty text; the policy needs a token to go on")
-            return Observation(request.seq, ids, 0.0, False, {})
+                raise WrongAnswer("returned an empty text; the policy needs a token to go on")
+            return self._told(session, Observation(request.seq, ids, 0.0, False, {}), first)
 
         return await self._act(session, request.seq, "reset", call, render)
 
@@ -151,11 +203,13 @@ class EnvironmentWorker(Worker):
             return self._unable(request.seq, f"session {request.session!r} is busy with another request")
 
         def call() -> Any:
-            return session.environment.step(self._renderer.answer(request.action))
+            return session.environment.step(Action(self._renderer.answer(request.action)))
 
         def render(answer: object) -> Observation:
-            text, reward, done, info = _turn(answer)
-            return Observation(request.seq, self._renderer.next(text), reward, done, info)
+            turn = check_turn(answer, self._context_tokens)
+            ids = session.conversation.follow(request.action, turn.seen, done=turn.done)
+            seen = Observation(request.seq, ids, turn.reward, turn.done, turn.info)
+            return self._told(session, seen, turn.seen, request.action)
 
         return await self._act(session, request.seq, "step", call, render)
 
@@ -178,9 +232,13 @@ class EnvironmentWorker(Worker):
         answer: Message | None = None
         try:
             if is_async:
-                answer = render(await call())
+                with counting(session.output):
+                    answer = render(await call())
+                session.output.check()
             else:
-                answer = await self._threads.run(lambda: render(call()), lambda: self._release(session))
+                answer = await self._threads.run(
+                    lambda: self._watched(session, lambda: render(call())), lambda: self._release(session)
+                )
         except BaseException as error:  # the boundary of an environment's code, which may even call sys.exit
             if _cancelled(error):
                 raise
@@ -192,13 +250,46 @@ class EnvironmentWorker(Worker):
                 self._drop(session)
         return answer
 
+    def _told(
+        self,
+        session: _Session,
+        seen: Observation,
+        shown: str | list[ChatMessage],
+        action: bytes | None = None,
+    ) -> Observation:
+        """``seen`` with its texts, where a reward function reads them."""
+        if not self._tasks_of[session.task].rewards:
+            return seen
+        reference = getattr(session.environment, "reference", "")
+        if not isinstance(reference, str):
+            raise WrongAnswer(f"left a reference that is a {type(reference).__name__}; it must be a str")
+        seen.text, seen.reference = text_of(shown), reference
+        seen.answer = "" if action is None else self._renderer.answer(action)
+        return seen
+
+    def _watched(self, session: _Session, call: Callable[[], Observation]) -> Observation:
+        """``call()``, in a thread; what it prints and which processes it starts are the session's."""
+        try:
+            with counting(session.output):
+                answer = call()
+        finally:
+            started = children_of_this_thread()
+            if started:
+                session.children |= started
+        session.output.check()
+        return answer
+
+    @property
+    def _context_tokens(self) -> int:
+        return self.config.inference.max_model_len
+
     # --- failures -------------------------------------------------------------------------------------
 
     def _unable(self, seq: int, why: str) -> Failure:
         return Failure(seq, FailureKind.INFRASTRUCTURE, f"{self.name} can't: {why}")
 
     def _failed(self, seq: int, where: str, error: BaseException) -> Failure:
-        if isinstance(error, _WrongAnswer):
+        if isinstance(error, WrongAnswer | TemplateFault | TooMuchOutput):
             return Failure(seq, FailureKind.DETERMINISTIC, f"{where} {error}")
         logger.warning("%s raised", where, exc_info=error)
         kind = FailureKind.INFRASTRUCTURE if isinstance(error, Unavailable) else FailureKind.DETERMINISTIC
@@ -221,7 +312,9 @@ class EnvironmentWorker(Worker):
     def _dispose(self, session: _Session) -> None:
         environment, session.environment = session.environment, None
         # Without threads the worker has ended: a call that hung until now is not worth waiting for.
-        if environment is not None and session.blueprint.closes and self._threads is not None:
+        if environment is None or self._threads is None:
+            return
+        if session.blueprint.closes or session.children:
             task = asyncio.get_running_loop().create_task(self._close_environment(session, environment))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
@@ -229,15 +322,24 @@ class EnvironmentWorker(Worker):
     async def _close_environment(self, session: _Session, environment: Any) -> None:
         assert self._threads is not None  # since _dispose
         try:
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                if session.blueprint.close_is_async:
-                    await environment.close()
-                else:
-                    await self._threads.run(environment.close, lambda: None)
+            if session.blueprint.closes:
+                await self._call_close(session, environment)
         except BaseException as error:  # the boundary of an environment's code
             if _cancelled(error):
                 raise
             logger.warning("%s.close failed: %s", session.blueprint.name, cause(error), exc_info=error)
+        finally:
+            if session.children and self._threads is not None:
+                await self._threads.run(lambda: end_trees(session.children), lambda: None)
+
+    async def _call_close(self, session: _Session, environment: Any) -> None:
+        assert self._threads is not None  # since _dispose
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            with counting(session.output):
+                if session.blueprint.close_is_async:
+                    await environment.close()
+                    return
+            await self._threads.run(environment.close, lambda: None)
 
 
 def _cancelled(error: BaseException) -> bool:
@@ -246,42 +348,3 @@ def _cancelled(error: BaseException) -> bool:
         return True
     task = asyncio.current_task() if isinstance(error, asyncio.CancelledError) else None
     return task is not None and task.cancelling() > 0
-
-
-def _first_text(answer: object) -> str:
-    if not isinstance(answer, str):
-        raise _WrongAnswer(f"returned {_kind(answer)}; it must return the first observation, a str")
-    return answer
-
-
-def _turn(answer: object) -> tuple[str, float, bool, dict[str, float]]:
-    """The parts of a ``Turn``, as plain Python values."""
-    if not isinstance(answer, Turn):
-        raise _WrongAnswer(
-            f"returned {_kind(answer)}; it must return rollart.environments.Turn(text, reward, done, info)"
-        )
-    if not isinstance(answer.text, str):
-        raise _WrongAnswer(f"returned a Turn whose text is {_kind(answer.text)}; it must be a str")
-    reward = _number(answer.reward, "reward")
-    if not isinstance(answer.done, bool):
-        raise _WrongAnswer(f"returned a Turn whose done is {_kind(answer.done)}; it must be a bool")
-    if not answer.info:
-        return answer.text, reward, answer.done, {}
-    if not isinstance(answer.info, Mapping):
-        raise _WrongAnswer(
-            f"returned a Turn whose info is {_kind(answer.info)}; it must map names to numbers"
-        )
-    info = {str(name): _number(value, f"info[{name!r}]") for name, value in answer.info.items()}
-    return answer.text, reward, answer.done, info
-
-
-def _number(value: object, what: str) -> float:
-    if not isinstance(value, float | int | numbers.Real) or not math.isfinite(value):
-        raise _WrongAnswer(f"returned a Turn whose {what} is {_kind(value)}; it must be a finite number")
-    return float(value)
-
-
-def _kind(value: object) -> str:
-    """``value`` for an error: its type, and what it is where that is short."""
-    text = repr(value)
-    return f"{type(value).__name__} {text}" if len(text) <= 60 else f"a {type(value).__name__}"

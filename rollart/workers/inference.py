@@ -27,6 +27,7 @@ from rollart.protocol import (
     Message,
     Progress,
     Pull,
+    Pulled,
     Ready,
     Release,
     Resume,
@@ -138,9 +139,8 @@ class InferenceWorker(Worker):
                 case Suspend(seq=seq):
                     await self._suspend(self.engine)
                     return Done(seq)
-                case Pull(seq=seq):
-                    await self._pull(message)
-                    return Done(seq)
+                case Pull():
+                    return await self._pull(message)
                 case Update():
                     return await self._update(self.engine, message)
                 case Resume(seq=seq):
@@ -259,7 +259,7 @@ class InferenceWorker(Worker):
                     self._reported[seq] = request_id, told + len(ids) // ID_BYTES
                     self._say_data.add(Progress(seq, ids, logprobs, versions))
 
-    async def _pull(self, message: Pull) -> None:
+    async def _pull(self, message: Pull) -> Pulled:
         """Map the version and check its bytes; the newest ``Pull`` stands."""
         store = self._store
         assert store is not None
@@ -285,6 +285,8 @@ class InferenceWorker(Worker):
         if self._pulled is not None:
             self._pulled.close()
         self._pulled = weights
+        size_bytes = weights.manifest.size_bytes
+        return Pulled(message.seq, size_bytes, weights.moved_bytes, weights.refetched)
 
     async def _suspend(self, engine: VllmEngine) -> None:
         async with self._one_at_a_time:

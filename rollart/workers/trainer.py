@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import msgspec
 
+from rollart.batch_file import batch_path, write_batch
 from rollart.packing import pack_floats, unpack_ids
 from rollart.protocol import (
     Collect,
@@ -42,9 +43,13 @@ if TYPE_CHECKING:
     import torch
 
     from rollart.weights.store import WeightStore
-    from rollart.workers.megatron.core import StepResult, Trainer
+    from rollart.workers.megatron.core import StepResult
+    from rollart.workers.megatron.group import TrainerGroup
 
 __all__ = ["TrainerWorker"]
+
+logger = logging.getLogger(__name__)
+WATCH_S = 0.5
 
 Result = TypeVar("Result")
 
@@ -55,8 +60,10 @@ class TrainerWorker(Worker):
     role: ClassVar[Role] = Role.TRAINER
     packages: ClassVar[tuple[str, ...]] = ("torch", "megatron-core", "transformers")
 
-    _trainer: Trainer
+    _trainer: TrainerGroup
     _store: WeightStore
+    _expected: Mapping[str, tuple[int, ...]]
+    """Shapes of the tensors that engines load, by name."""
 
     async def setup(self) -> Ready:
         """Build the model and its optimiser, and open the store."""
@@ -66,12 +73,22 @@ class TrainerWorker(Worker):
         self._publishing = asyncio.Lock()
         self._compute_thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._store_thread = ThreadPoolExecutor(1, thread_name_prefix="store", initializer=_one_thread)
-        return await self._compute(self._build)
+        ready = await self._compute(self._build)
+        self._watching = asyncio.ensure_future(self._watch())
+        return ready
+
+    async def _watch(self) -> None:
+        """End when one of the trainer's processes does: the others can't go on without it."""
+        while not (dead := self._trainer.dead()):
+            await asyncio.sleep(WATCH_S)
+        self.fail(dead)
 
     async def teardown(self) -> None:
         """Finish what the threads are at, and leave the process groups."""
         if not hasattr(self, "_compute_thread"):
             return
+        if hasattr(self, "_watching"):
+            self._watching.cancel()
         if self.orphaned:  # nobody else is left to remove what lies in shared memory
             shutil.rmtree(self.welcome.store_dir, ignore_errors=True)
         for publication in self._publications.values():
@@ -117,16 +134,26 @@ class TrainerWorker(Worker):
 
         def train() -> StepResult:
             known = self._trainer.answered(step_id)
-            return known or self._trainer.train_step(
-                step_id=step_id,
-                version=message.version,
-                verify_share=message.verify_share,
-                frames=self._parts.of(step_id, message.groups),
+            if known:
+                return known
+            frames = self._parts.of(step_id, message.groups)
+            result = self._trainer.train_step(
+                step_id=step_id, version=message.version, verify_share=message.verify_share, frames=frames
             )
+            if result.skipped:
+                self._keep_batch(step_id, frames)
+            return result
 
         result = await self._compute(train)
         self._parts.drop(step_id)
         return Trained(message.seq, result.step_id, result.version, result.skipped, result.metrics)
+
+    def _keep_batch(self, step_id: int, frames: Sequence[bytes]) -> None:
+        path = batch_path(self.welcome.run_dir, step_id)
+        try:
+            write_batch(path, frames)
+        except OSError as error:
+            logger.warning("the batch of skipped step %d could not be kept as %s: %s", step_id, path, error)
 
     async def _publish(self, message: Publish) -> Published:
         key = message.version, message.attempt
@@ -161,12 +188,14 @@ class TrainerWorker(Worker):
 
     def _store_weights(self, message: Publish, weights: Mapping[str, torch.Tensor]) -> tuple[str, int]:
         """Publish ``weights`` as the engine loads them; their reference and the bytes."""
+        from rollart.weights.expected import checked
         from rollart.weights.tensors import buffers_of
         from rollart.workers.megatron.core import TORCH_DTYPES
 
         dtype = TORCH_DTYPES[self.config.inference.dtype]
         served = ((name, tensor.to(dtype)) for name, tensor in self._trainer.named_weights(weights))
-        manifest = self._store.publish(message.version, buffers_of(served), anew=message.attempt > 0)
+        right = checked(served, self._expected, dtype)
+        manifest = self._store.publish(message.version, buffers_of(right), anew=message.attempt > 0)
         return manifest, sum(weight.numel() for weight in weights.values()) * dtype.itemsize
 
     # --- threads --------------------------------------------------------------------------------------
@@ -177,18 +206,25 @@ class TrainerWorker(Worker):
 
         import torch
 
+        from rollart.weights.expected import expected_shapes
         from rollart.weights.opening import open_store
-        from rollart.workers.megatron.core import Trainer
+        from rollart.workers.megatron.group import TrainerGroup
 
         torch.set_num_threads(self.config.trainer.threads)
         self._store = open_store(self.config, self.welcome, self.name)
-        self._trainer = Trainer(self.config, Path(self.welcome.model_dir))
+        private = (
+            Path(self.welcome.run_dir) / "private"
+        )  # which the controller removes, if this process can't
+        private.mkdir(mode=0o700, exist_ok=True)
+        self._trainer = TrainerGroup(self.config, Path(self.welcome.model_dir), scratch=private)
+        self._expected = expected_shapes(Path(self.welcome.model_dir))
         facts = {
             "model": self._trainer.architecture.model_type,
             "parameters": str(self._trainer.parameter_count),
             "dtype": str(self.config.trainer.dtype),
-            "device": str(self._trainer.model.device),
+            "device": str(self._trainer.device),
             "threads": str(torch.get_num_threads()),
+            "processes": str(self.config.trainer.processes),
         }
         return Ready(1, facts)
 

@@ -34,7 +34,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from rollart.weights.local import open_weights
+from rollart.weights.mapped import open_weights
 from rollart.weights.tensors import tensors_of
 from rollart.workers.vllm_engine import SCRATCH_VARIABLE, SLOWDOWN_VARIABLE
 

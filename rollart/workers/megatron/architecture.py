@@ -9,10 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from rollart.config import Trainer
+
 __all__ = ["SUPPORTED", "Architecture", "UnsupportedModel"]
 
-SUPPORTED = ("llama", "qwen2", "qwen3")
-"""``model_type`` of the dense models that can be trained."""
+SUPPORTED = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+"""``model_type`` of the models that can be trained."""
 
 
 class UnsupportedModel(ValueError):
@@ -21,7 +23,7 @@ class UnsupportedModel(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """The shape of a dense decoder with rotary positions, RMSNorm and a SiLU-gated MLP."""
+    """The shape of a decoder with rotary positions, RMSNorm and SiLU-gated MLPs, one a layer or one an expert."""
 
     model_type: str
     vocab_size: int
@@ -37,6 +39,12 @@ class Architecture:
     tied: bool
     qkv_bias: bool
     qk_norm: bool
+    experts: int = 0
+    """Of each layer; 0: it has one MLP."""
+    experts_per_token: int = 0
+    expert_intermediate_size: int = 0
+    norm_topk: bool = True
+    """Whether the weights of a token's experts sum to 1."""
 
     @classmethod
     def of(cls, config: Any) -> Architecture:
@@ -44,7 +52,7 @@ class Architecture:
         if config.model_type not in SUPPORTED:
             raise UnsupportedModel(
                 f"model_type {config.model_type!r} is not supported by the trainer; "
-                f"supported are the dense models {', '.join(SUPPORTED)}"
+                f"supported are {', '.join(SUPPORTED)}"
             )
         _check(config)
         return cls(
@@ -61,8 +69,43 @@ class Architecture:
             rope_theta=float(_rope(config)["rope_theta"]),
             tied=bool(config.tie_word_embeddings),
             qkv_bias=config.model_type == "qwen2",
-            qk_norm=config.model_type == "qwen3",
+            qk_norm=config.model_type in ("qwen3", "qwen3_moe"),
+            **_experts(config),
         )
+
+    def check_layout(self, layout: Trainer) -> None:
+        """``UnsupportedModel`` when the model can't be divided as ``layout`` says."""
+        tensor, pipeline, expert = layout.tensor_parallel, layout.pipeline_parallel, layout.expert_parallel
+        divided = [
+            ("tensor_parallel", tensor, "attention heads", self.heads),
+            ("tensor_parallel", tensor, "key-value heads", self.kv_heads),
+            ("tensor_parallel", tensor, "tokens of vocabulary", self.vocab_size),
+            ("tensor_parallel", tensor, "intermediate size", self.intermediate_size),
+            ("pipeline_parallel", pipeline, "layers", self.layers),
+            ("expert_parallel", expert, "experts", self.experts),
+        ]
+        for name, parts, what, number in divided:
+            if number % parts or (parts > 1 and not number):
+                raise UnsupportedModel(
+                    f"trainer.{name} ({parts}) must divide the model's {what}: the {self.model_type} model has {number}"
+                )
+
+
+def _experts(config: Any) -> dict[str, Any]:
+    if config.model_type == "mixtral":
+        return {
+            "experts": config.num_local_experts,
+            "experts_per_token": config.num_experts_per_tok,
+            "expert_intermediate_size": config.intermediate_size,
+        }
+    if config.model_type == "qwen3_moe":
+        return {
+            "experts": config.num_experts,
+            "experts_per_token": config.num_experts_per_tok,
+            "expert_intermediate_size": config.moe_intermediate_size,
+            "norm_topk": config.norm_topk_prob,
+        }
+    return {}
 
 
 def _rope(config: Any) -> dict[str, Any]:
@@ -88,11 +131,23 @@ def _check(config: Any) -> None:
             getattr(config, "layer_types", None),
             all(kind == "full_attention" for kind in getattr(config, "layer_types", None) or []),
         ),
+        "sliding_window": (
+            getattr(config, "sliding_window", None),
+            config.model_type != "mixtral" or config.sliding_window is None,
+        ),
+        "mlp_only_layers": (
+            getattr(config, "mlp_only_layers", None),
+            not getattr(config, "mlp_only_layers", None),
+        ),
+        "decoder_sparse_step": (
+            getattr(config, "decoder_sparse_step", 1),
+            getattr(config, "decoder_sparse_step", 1) == 1,
+        ),
     }
     wrong = [f"{name}: {value!r}" for name, (value, fine) in refused.items() if not fine]
     if wrong:
         raise UnsupportedModel(
             f"the {config.model_type} model has settings that the trainer does not reproduce: "
             f"{'; '.join(wrong)} (it supports silu, default rotary positions over whole heads, "
-            "no attention or MLP biases but Qwen2's, and full attention in every layer)"
+            "no attention or MLP biases but Qwen2's, full attention in every layer, and experts in all layers or none)"
         )

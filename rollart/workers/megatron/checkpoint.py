@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 import torch
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
@@ -26,15 +26,15 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from rollart.workers.megatron.folder import appearing
 from rollart.workers.megatron.model import LanguageModel
 from rollart.workers.megatron.optimizer import Optimizer
+from rollart.workers.megatron.parallel import Ranks
 
 __all__ = ["FORMAT", "CheckpointError", "Record", "load", "read_record", "remove_older", "save"]
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 RECORD = "rollart.json"
 REMOVED = ".removed"
-_METADATA: dict[str, Any] = {"singleton_local_shards": False}
 
 
 class CheckpointError(ValueError):
@@ -53,12 +53,25 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def save(
-    path: Path, model: LanguageModel, optimizer: Optimizer, version: int, last_step: msgspec.Struct | None
+    path: Path,
+    model: LanguageModel,
+    optimizer: Optimizer,
+    version: int,
+    last_step: msgspec.Struct | None,
+    ranks: Ranks,
 ) -> None:
-    """Write a checkpoint as the folder ``path``, durably; ``FileExistsError`` when it is there already."""
+    """Write a checkpoint as the folder ``path``, durably; ``FileExistsError`` when it is there already.
+
+    Each process writes what it holds; the first makes the folder, and makes it appear when all have written.
+    """
+    if ranks.rank:
+        _write(_state(model, optimizer, is_loading=False), Path(ranks.say(None).decode()))
+        return
     told = msgspec.to_builtins(last_step) if last_step is not None else None
     record = Record(FORMAT, version, str(model.architecture), told)
     with appearing(path) as folder:
+        if ranks.world > 1:
+            ranks.say(str(folder).encode())
         _write(_state(model, optimizer, is_loading=False), folder)
         (folder / RECORD).write_bytes(msgspec.json.format(msgspec.json.encode(record)) + b"\n")
         for part in (*folder.rglob("*"), folder):
@@ -137,12 +150,16 @@ def load(path: Path, model: LanguageModel, optimizer: Optimizer) -> Record:
 
 
 def _state(model: LanguageModel, optimizer: Optimizer, *, is_loading: bool) -> dict[str, Any]:
-    sharded = model.gpt.sharded_state_dict(metadata=_METADATA)
+    metadata = {
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    sharded = model.gpt.sharded_state_dict(metadata=metadata)
     return {
         "model": sharded,
-        "optimizer": optimizer.megatron.sharded_state_dict(
-            sharded, is_loading=is_loading, metadata=_METADATA
-        ),
+        "optimizer": optimizer.megatron.sharded_state_dict(sharded, is_loading=is_loading, metadata=metadata),
         "scheduler": optimizer.scheduler.state_dict(),
         "random": {"torch": torch.get_rng_state(), "megatron": get_cuda_rng_tracker().get_states()},
     }

@@ -29,6 +29,8 @@ _LAYER = {
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
     "mlp.linear_fc2.weight": "mlp.down_proj.weight",
 }
+_ROUTER = "mlp.router.weight"
+_EXPERT = "mlp.experts.local_experts."
 _QKV = ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias")
 _GATED = "mlp.linear_fc1.weight"
 
@@ -57,13 +59,19 @@ def to_hugging_face(shape: Architecture, weights: Mapping[str, Tensor]) -> Itera
     """Hugging Face names and tensors of Megatron's ``weights``; a tied model has no ``lm_head.weight``."""
     for name, tensor in weights.items():
         if name in _TOP:
-            yield _TOP[name], tensor
+            if not (shape.tied and name == "output_layer.weight"):
+                yield _TOP[name], tensor
             continue
         layer, part = _split(name)
         if part in _QKV:
             yield from zip(_qkv_names(layer, part), _split_qkv(shape, tensor), strict=True)
         elif part == _GATED:
             yield from zip(_gated_names(layer), tensor.chunk(2), strict=True)
+        elif part == _ROUTER:
+            yield _router_name(shape, layer), tensor
+        elif part.startswith(_EXPERT):
+            names = _expert_names(shape, layer, part)
+            yield from zip(names, tensor.chunk(len(names)), strict=True)
         else:
             yield f"{layer}.{_LAYER[part]}", tensor
 
@@ -76,12 +84,20 @@ def hugging_face_names(shape: Architecture) -> Iterator[str]:
     for number in range(shape.layers):
         layer = f"model.layers.{number}"
         for part, name in _LAYER.items():
-            if shape.qk_norm or "_layernorm" not in part or not part.startswith("self_attention"):
+            if (shape.qk_norm or "_layernorm" not in part or not part.startswith("self_attention")) and not (
+                shape.experts and part.startswith("mlp.")
+            ):
                 yield f"{layer}.{name}"
         yield from _qkv_names(layer, _QKV[0])
         if shape.qkv_bias:
             yield from _qkv_names(layer, _QKV[1])
-        yield from _gated_names(layer)
+        if not shape.experts:
+            yield from _gated_names(layer)
+            continue
+        yield _router_name(shape, layer)
+        for expert in range(shape.experts):
+            for part in ("linear_fc1", "linear_fc2"):
+                yield from _expert_names(shape, layer, f"{_EXPERT}{expert}.{part}.weight")
 
 
 def _split(name: str) -> tuple[str, str]:
@@ -99,7 +115,23 @@ def _gated_names(layer: str) -> list[str]:
     return [f"{layer}.mlp.gate_proj.weight", f"{layer}.mlp.up_proj.weight"]
 
 
+def _router_name(shape: Architecture, layer: str) -> str:
+    return f"{layer}.{'block_sparse_moe' if shape.model_type == 'mixtral' else 'mlp'}.gate.weight"
+
+
+def _expert_names(shape: Architecture, layer: str, part: str) -> list[str]:
+    """Of the gate and up projections, or of the down projection, of one expert."""
+    number, linear, _ = part.removeprefix(_EXPERT).split(".")
+    if shape.model_type == "mixtral":
+        block, names = "block_sparse_moe", {"linear_fc1": ("w1", "w3"), "linear_fc2": ("w2",)}
+    else:
+        block, names = "mlp", {"linear_fc1": ("gate_proj", "up_proj"), "linear_fc2": ("down_proj",)}
+    return [f"{layer}.{block}.experts.{number}.{name}.weight" for name in names[linear]]
+
+
 def _gathered(shape: Architecture, name: str, weights: Mapping[str, Tensor]) -> Tensor:
+    if name == "output_layer.weight" and shape.tied:  # the last pipeline stage's copy
+        return weights["model.embed_tokens.weight"]
     if name in _TOP:
         return weights[_TOP[name]]
     layer, part = _split(name)
@@ -107,6 +139,10 @@ def _gathered(shape: Architecture, name: str, weights: Mapping[str, Tensor]) -> 
         return _join_qkv(shape, [weights[each] for each in _qkv_names(layer, part)])
     if part == _GATED:
         return torch.cat([weights[each] for each in _gated_names(layer)])
+    if part == _ROUTER:
+        return weights[_router_name(shape, layer)]
+    if part.startswith(_EXPERT):
+        return torch.cat([weights[each] for each in _expert_names(shape, layer, part)])
     return weights[f"{layer}.{_LAYER[part]}"]
 
 

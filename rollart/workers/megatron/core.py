@@ -11,27 +11,28 @@ import math
 import random
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from rollart.algorithms.losses import SamplingDistribution, clipped_policy_loss, entropy
+from rollart.algorithms.losses import SamplingDistribution, kl_estimate
 from rollart.config import Config, DType, Schedule
+from rollart.config_algorithm import Algorithm, Denominator
 from rollart.workers.megatron import checkpoint
 from rollart.workers.megatron.architecture import Architecture
-from rollart.workers.megatron.batch import Batch, MicroBatch, Refusal, Trajectory
+from rollart.workers.megatron.batch import Batch, Refusal, Trajectory
 from rollart.workers.megatron.convert import to_hugging_face, to_megatron
 from rollart.workers.megatron.folder import read_config, read_weights, write_export
 from rollart.workers.megatron.history import WeightHistory
-from rollart.workers.megatron.metrics import TokenTable
+from rollart.workers.megatron.metrics import TokenTable, report
 from rollart.workers.megatron.model import LanguageModel
 from rollart.workers.megatron.optimizer import Optimizer
-from rollart.workers.megatron.parallel import join_parallel, leave_parallel
+from rollart.workers.megatron.parallel import Place, join_parallel, leave_parallel
+from rollart.workers.megatron.passes import Known, Passes
+from rollart.workers.megatron.shards import Collector, cut_share, share_of
 
 __all__ = ["TORCH_DTYPES", "StepResult", "Trainer"]
 
@@ -58,15 +59,17 @@ class _NotFinite(ArithmeticError):
 class Trainer:
     """Holds a model of ``model_dir`` and trains it as ``config`` says.
 
-    ``UnsupportedModel``, ``FileNotFoundError`` or ``ValueError`` when the folder can't be trained.
+    ``UnsupportedModel``, ``FileNotFoundError`` or ``ValueError`` when the folder can't be trained.  Of a group of
+    processes each has one, and all call the same methods in the same order.
     """
 
-    def __init__(self, config: Config, model_dir: Path) -> None:
+    def __init__(self, config: Config, model_dir: Path, place: Place | None = None) -> None:
         self.config = config
         self.model_dir = model_dir
         self.version = 0
         hf_config = read_config(model_dir)
         self.architecture = Architecture.of(hf_config)
+        self.architecture.check_layout(config.trainer)
         self._distribution = SamplingDistribution(
             temperature=config.sampling.temperature,
             allowed=_resolved(config.sampling.allowed_token_ids),
@@ -75,21 +78,27 @@ class Trainer:
         seed = config.model.random.seed if config.model.random else None
         weights = read_weights(model_dir, hf_config, seed)
         self.dtype = TORCH_DTYPES[config.trainer.dtype]
-        join_parallel(config.seed)
+        self.ranks = join_parallel(config.seed, config.trainer, place)
         try:
-            self.model = LanguageModel(self.architecture, self.dtype)
+            self.model = LanguageModel(self.architecture, self.dtype, config.trainer)
             self._load_weights(weights)
             self.optimizer = Optimizer(self.model, config.trainer, steps=config.optimizer_steps)
+            self._collector = Collector(self.model, self.ranks)
         except BaseException:
             leave_parallel()
             raise
         self.history = WeightHistory(self.model, keep=config.rollout.staleness_bound + 2)
-        self._schedule = get_forward_backward_func()
+        algorithms = [config.algorithm_of(task.name) for task in config.tasks]
+        if any(algorithm.kl_coefficient for algorithm in algorithms):
+            self.history.keep_reference()
+        self._passes = Passes(
+            self.model, self.optimizer.module, self._distribution, config.trainer, self.ranks
+        )
         self._answers: OrderedDict[int, StepResult] = OrderedDict()
 
     @property
     def parameter_count(self) -> int:
-        """Trained numbers."""
+        """Trained numbers that this process holds."""
         return sum(parameter.numel() for _, parameter in self.model.parameters())
 
     def close(self) -> None:
@@ -109,33 +118,22 @@ class Trainer:
         known = self.answered(step_id)
         if known is not None:
             return known
-        if version != self.version:
-            raise Refusal(
-                f"train_step {step_id} is for version {version}, but the trainer is at version {self.version}"
-            )
+        self._check_version(step_id, version)
         started = time.perf_counter()
-        batch = Batch.decode(
-            frames,
-            version=version,
-            distribution=self._distribution,
-            normalize_std=self.config.algorithm.normalize_std,
-            mixed_versions=self.config.rollout.mixed_versions,
-        )
-        minibatches = batch.minibatches(self.config.trainer.minibatches)
-        table = TokenTable(batch)
+        table = TokenTable(self._decode(frames))
+        minibatches = table.batch.minibatches(self.config.trainer.minibatches)
         self.history.remember(version)
-        self._verify(batch, table, minibatches, step_id, verify_share)
+        self._verify(table, minibatches, step_id, verify_share)
+        norms: list[float] = []
+        skipped = ""
         try:
-            norms = self._train(batch, table, minibatches)
+            self._train(table, minibatches, norms)
         except _NotFinite as error:
             logger.warning("train_step %d is skipped: %s", step_id, error)
-            result = StepResult(step_id, version, str(error), table.metrics([], 0.0, started))
+            skipped = str(error)
         else:
             self.version = version + 1
-            metrics = table.metrics(norms, self.optimizer.learning_rate, started)
-            result = StepResult(step_id, self.version, "", metrics)
-        self._answer(result)
-        return result
+        return self._conclude(step_id, skipped, [table], norms, started)
 
     def answered(self, step_id: int) -> StepResult | None:
         """The answer to a train_step that was made already."""
@@ -146,18 +144,50 @@ class Trainer:
         """The answer to the last train_step."""
         return next(reversed(self._answers.values()), None)
 
+    def _check_version(self, step_id: int, version: int) -> None:
+        if version != self.version:
+            raise Refusal(
+                f"train_step {step_id} is for version {version}, but the trainer is at version {self.version}"
+            )
+
+    def _decode(self, frames: Sequence[bytes]) -> Batch:
+        return Batch.decode(
+            frames,
+            version=self.version,
+            distribution=self._distribution,
+            algorithm_of=self.config.algorithm_of,
+            mixed_versions=self.config.rollout.mixed_versions,
+        )
+
+    def _conclude(
+        self, step_id: int, skipped: str, tables: list[TokenTable], norms: list[float], started: float
+    ) -> StepResult:
+        trained_on = self.version if skipped else self.version - 1
+        metrics = report(tables, version=trained_on)
+        metrics["grad_norm"] = 0.0 if skipped else sum(norms) / max(len(norms), 1)
+        metrics["learning_rate"] = 0.0 if skipped else self.optimizer.learning_rate
+        metrics["optimizer_steps"] = 0.0 if skipped else float(len(norms))
+        metrics["padding_share"] = self._passes.padding_share
+        metrics["train_seconds"] = time.perf_counter() - started
+        result = StepResult(step_id, self.version, skipped, metrics)
+        self._answer(result)
+        return result
+
     def _answer(self, result: StepResult) -> None:
         self._answers[result.step_id] = result
         while len(self._answers) > REMEMBERED_STEPS:
             self._answers.popitem(last=False)
 
-    def _train(self, batch: Batch, table: TokenTable, minibatches: list[list[Trajectory]]) -> list[float]:
-        """One optimiser step a minibatch; their gradient norms.  When it raises, the weights are as before."""
+    def _train(self, table: TokenTable, minibatches: list[list[Trajectory]], norms: list[float]) -> None:
+        """One optimiser step a minibatch; appends their gradient norms.  When it raises, the weights are as before."""
         before = self.optimizer.snapshot() if len(minibatches) > 1 else None
-        norms: list[float] = []
         try:
+            known = self._prepare(table.batch)
             for trajectories in minibatches:
-                norms.append(self._optimizer_step(batch, table, trajectories, first=not norms))
+                self.optimizer.zero_gradients()
+                self._accumulate(table, trajectories, known, first=not norms)
+                slots = torch.cat([torch.arange(each.slots.start, each.slots.stop) for each in trajectories])
+                norms.append(self._optimizer_step(table.batch.count(slots)))
         except BaseException:
             if before is not None:
                 self.optimizer.restore(before)
@@ -165,100 +195,49 @@ class Trainer:
             raise
         finally:
             self.optimizer.zero_gradients()
-        return norms
 
-    def _optimizer_step(
-        self, batch: Batch, table: TokenTable, trajectories: list[Trajectory], *, first: bool
-    ) -> float:
-        self.optimizer.zero_gradients()
-        outputs = self._run(batch, trajectories, forward_only=False)
-        for output in outputs:
-            table.trained(output, scored_version=self.version if first else None)
-        loss = sum(float(output["loss"].sum()) for output in outputs)
+    def _prepare(self, batch: Batch) -> Known:
+        """Log-probabilities that the batch's losses compare with, under the weights as they are; its advantages."""
+        proximal = reference = penalties = None
+        with torch.no_grad():
+            if any(each.denominator is Denominator.PROXIMAL for each in batch.algorithms):
+                chosen = _of(batch, lambda each: each.denominator is Denominator.PROXIMAL)
+                proximal = self._passes.score(batch, chosen)
+            if any(each.kl_coefficient for each in batch.algorithms):
+                with self.history.reference_loaded(current=self.version):
+                    chosen = _of(batch, lambda each: each.kl_coefficient > 0)
+                    reference = self._passes.score(batch, chosen)
+                penalties = _penalties(batch, proximal, reference)
+        batch.assign_advantages(penalties)
+        return Known(proximal, reference)
+
+    def _accumulate(
+        self, table: TokenTable, trajectories: list[Trajectory], known: Known, *, first: bool
+    ) -> None:
+        told = self._passes.accumulate(table.batch, trajectories, known)
+        table.trained(told, scored_version=self.version if first else None)
+        loss = float(told.loss.sum())
         if not math.isfinite(loss):
             raise _NotFinite(f"the loss is {loss}")
+
+    def _optimizer_step(self, count: int) -> float:
+        self._passes.finish(count)
         norm = self.optimizer.gradient_norm()
         if not math.isfinite(norm):
             raise _NotFinite(f"the gradient's norm is {norm}")
         self.optimizer.apply(norm)
         return norm
 
-    def _run(
-        self, batch: Batch, trajectories: list[Trajectory], *, forward_only: bool
-    ) -> list[dict[str, Tensor]]:
-        """Megatron's schedule over the micro-batches of ``trajectories``; what the loss told of each."""
-        micro_batches = batch.micro_batches(trajectories, self.config.trainer.micro_batch_sequences)
-
-        def forward_step(data: Iterator[MicroBatch], module: torch.nn.Module) -> tuple[Tensor, Any]:
-            micro = next(data).to(self.model.device)
-            logits = self.model.logits(module, micro.tokens, micro.rows)
-            loss = self._score if forward_only else self._loss
-            return logits, lambda output: loss(batch, micro, output)
-
-        outputs: list[dict[str, Tensor]] = self._schedule(
-            forward_step_func=forward_step,
-            data_iterator=iter(micro_batches),
-            model=[self.optimizer.module],
-            num_microbatches=len(micro_batches),
-            seq_length=max(micro.tokens.shape[1] for micro in micro_batches),
-            micro_batch_size=self.config.trainer.micro_batch_sequences,
-            forward_only=forward_only,
-        )
-        return outputs
-
-    def _loss(
-        self, batch: Batch, micro: MicroBatch, logits: Tensor
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Sum of the trained tokens' losses, their number, and what is told of each."""
-        algorithm = self.config.algorithm
-        trained = batch.trained[micro.slots.cpu()].to(logits.device)
-        slots = micro.slots[trained]
-        at = slots.cpu()
-        distribution = self._distribution.log_softmax(logits)
-        logprobs = distribution.gather(-1, micro.places[:, None])[:, 0]
-        terms = clipped_policy_loss(
-            logprobs[trained],
-            batch.behaviour[at].to(logits.device),
-            batch.advantages[at].to(logits.device),
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-        )
-        wanted = distribution if algorithm.entropy_coefficient else distribution.detach()
-        entropies = entropy(wanted[trained])
-        loss = terms.loss - algorithm.entropy_coefficient * entropies
-        told = {
-            "all_slots": micro.slots,
-            "logprobs": logprobs,
-            "slots": slots,
-            "loss": loss,
-            "ratio": terms.ratio,
-            "clipped": terms.clipped,
-            "entropy": entropies,
-        }
-        count = torch.tensor(len(slots), dtype=torch.int, device=logits.device)
-        return loss.sum(), count, {name: value.detach().cpu() for name, value in told.items()}
-
-    def _score(
-        self, batch: Batch, micro: MicroBatch, logits: Tensor
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        logprobs = self._distribution.log_softmax(logits).gather(-1, micro.places[:, None])[:, 0]
-        told = {"all_slots": micro.slots.cpu(), "logprobs": logprobs.cpu()}
-        return logprobs.sum(), torch.tensor(1, dtype=torch.int, device=logits.device), told
-
     # --- verification ---------------------------------------------------------------------------------
 
     def _verify(
-        self,
-        batch: Batch,
-        table: TokenTable,
-        minibatches: list[list[Trajectory]],
-        step_id: int,
-        share: float,
+        self, table: TokenTable, minibatches: list[list[Trajectory]], step_id: int, share: float
     ) -> None:
         """Recompute log-probabilities under the weights that sampled, for a share of the trajectories.
 
         Those of the current weights come from the training pass itself, as long as the weights are unchanged.
         """
+        batch = table.batch
         count = math.ceil(share * len(batch.trajectories))
         chosen = random.Random(step_id).sample(batch.trajectories, count)
         trained_first = {trajectory.first for trajectory in minibatches[0]}
@@ -271,9 +250,11 @@ class Trainer:
                 ):
                     by_version.setdefault(version, []).append(trajectory)
         for version, trajectories in sorted(by_version.items()):
+            among = torch.zeros(len(batch.behaviour), dtype=torch.bool)
+            for trajectory in trajectories:
+                among[trajectory.slots] = True
             with self.history.loaded(version, current=self.version), torch.no_grad():
-                for output in self._run(batch, trajectories, forward_only=True):
-                    table.scored(output, version)
+                table.scored(self._passes.score(batch, trajectories), among, version)
 
     def _is_kept(self, version: int, trajectory: Trajectory, table: TokenTable) -> bool:
         if version in self.history:
@@ -284,7 +265,7 @@ class Trainer:
         if (
             unbounded or oldest <= version < self.history.first
         ):  # else: sampled before this trainer was restored
-            table.unverifiable(trajectory, version)
+            table.cannot_verify(trajectory, version)
             return False
         raise Refusal(
             f"trajectory {trajectory.number} has tokens of version {version}, whose weights are no longer "
@@ -304,27 +285,30 @@ class Trainer:
                 f"can't score {len(ids)} ids: at least 2 are needed, "
                 f"inside the vocabulary of {self.architecture.vocab_size} tokens"
             )
-        tokens = torch.tensor([list(ids)], device=self.model.device)
-        rows = torch.arange(len(ids) - 1, device=tokens.device)
-        distribution = torch.log_softmax(self.model.logits(self.model.module, tokens, rows), -1)
-        scores: list[float] = distribution.gather(-1, tokens[0, 1:, None])[:, 0].tolist()
-        return scores
+        return self._passes.full_logprobs(ids)
 
     def snapshot(self, version: int, canary: Sequence[int]) -> tuple[list[float], Mapping[str, Tensor]]:
         """``score`` of ``canary`` and the weights of ``version``, which is the current one or still remembered.
 
-        ``Refusal`` for another.
+        Of a group the first process has the weights, whole, and the others none.  ``Refusal`` for another version.
         """
-        current = self.weights()
+        current = self._remembered()
         if version == self.version:
-            return self.score(canary), current
+            return self.score(canary), self._collector.collect(current, self.dtype)
         if version not in self.history:
             raise Refusal(f"version {version} can't be published: the trainer is at {self.version}")
         with self.history.loaded(version, current=self.version):
-            return self.score(canary), self.history.remember(version)
+            own = self.history.remember(version)
+            return self.score(canary), self._collector.collect(own, self.dtype)
 
     def weights(self) -> Mapping[str, Tensor]:
-        """A copy of the current version's weights in host memory, under Megatron's names; never changes."""
+        """A copy of the current version's weights in host memory, under Megatron's names; never changes.
+
+        Of a group the first process has them, whole, and the others none.
+        """
+        return self._collector.collect(self._remembered(), self.dtype)
+
+    def _remembered(self) -> Mapping[str, Tensor]:
         self.optimizer.require_whole()
         return self.history.remember(self.version)
 
@@ -334,19 +318,23 @@ class Trainer:
 
     def export(self, path: Path) -> None:
         """Write the current weights as a Hugging Face folder; ``FileExistsError`` when ``path`` is there."""
-        write_export(self.model_dir, path, self.named_weights(self.weights()), self.dtype)
+        if path.exists():
+            raise FileExistsError(f"{path} is there already: remove it, or choose another path")
+        weights = self.weights()
+        if self.ranks.rank == 0:
+            write_export(self.model_dir, path, self.named_weights(weights), self.dtype)
 
     @torch.no_grad()
     def _load_weights(self, weights: Mapping[str, Tensor]) -> None:
         names = [name for name, _ in self.model.parameters()]
         converted = to_megatron(self.architecture, names, weights)
         for name, parameter in self.model.parameters():
-            if converted[name].shape != parameter.shape:
+            share = cut_share(name, converted[name], *share_of(name))
+            if share.shape != parameter.shape:
                 raise ValueError(
-                    f"weight {name} has shape {tuple(converted[name].shape)}, "
-                    f"but the config gives {tuple(parameter.shape)}"
+                    f"weight {name} has shape {tuple(share.shape)}, but the config gives {tuple(parameter.shape)}"
                 )
-            parameter.copy_(converted[name])
+            parameter.copy_(share)
 
     # --- checkpoints ----------------------------------------------------------------------------------
 
@@ -357,10 +345,18 @@ class Trainer:
         the checkpoints beside it stay, this one and the newest of the older ones.
         """
         self.optimizer.require_whole()
-        if not self._is_saved(path):
-            checkpoint.save(path, self.model, self.optimizer, self.version, self.last_step)
-        if keep is not None:
+        if self.will_save(path):
+            checkpoint.save(path, self.model, self.optimizer, self.version, self.last_step, self.ranks)
+        if keep is not None and self.ranks.rank == 0:
             checkpoint.remove_older(path, keep)
+
+    def will_save(self, path: Path) -> bool:
+        """Whether ``save_checkpoint`` writes; ``FileExistsError`` when ``path`` is there and holds anything else."""
+        if self._is_saved(path):
+            return False
+        if path.exists() and self.ranks.rank == 0:
+            raise FileExistsError(f"{path} is there already: remove it, or choose another path")
+        return True
 
     def _is_saved(self, path: Path) -> bool:
         if not (path / checkpoint.RECORD).is_file():
@@ -383,3 +379,22 @@ def _resolved(ids: Sequence[int | str]) -> list[int]:
     if names:
         raise ValueError(f"allowed_token_ids must be ids by now, but {names[:5]} are names")
     return [each for each in ids if isinstance(each, int)]
+
+
+def _of(batch: Batch, wanted: Callable[[Algorithm], bool]) -> list[Trajectory]:
+    """The trajectories whose algorithm is ``wanted``."""
+    those = [wanted(algorithm) for algorithm in batch.algorithms]
+    return [each for each in batch.trajectories if those[int(batch.algorithm[each.first])]]
+
+
+def _penalties(batch: Batch, proximal: Tensor | None, reference: Tensor) -> Tensor:
+    """What the divergence from the reference takes off the reward of each token, where it counts there; [N]."""
+    penalties = torch.zeros_like(reference)
+    for place, algorithm in enumerate(batch.algorithms):
+        if algorithm.kl_coefficient and not algorithm.kl_in_loss:
+            here = batch.algorithm == place
+            decoupled = algorithm.denominator is Denominator.PROXIMAL and proximal is not None
+            policy = proximal if decoupled and proximal is not None else batch.behaviour
+            kl = kl_estimate(policy[here], reference[here], algorithm.kl)
+            penalties[here] = algorithm.kl_coefficient * kl
+    return penalties

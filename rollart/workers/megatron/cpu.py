@@ -9,6 +9,7 @@ silences: they would greet every CPU run.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import sys
@@ -27,6 +28,7 @@ FACTORIES = ("tensor", "zeros", "ones", "empty")
 LITERAL_DEVICE = (
     "megatron.core.dist_checkpointing.strategies.state_dict_saver",
     "megatron.core.distributed.param_and_grad_buffer",
+    "megatron.core.models.common.embeddings.rope_utils",
     "megatron.core.optimizer.clip_grads",
     "megatron.core.optimizer.optimizer",
     "megatron.core.pipeline_parallel.schedules",
@@ -47,6 +49,10 @@ class _Stream:
         pass
 
     wait_stream = wait_event = wait = record = synchronize = _nothing
+
+    def record_event(self, *args: object) -> _Stream:
+        """An event that has happened."""
+        return self
 
     def query(self) -> bool:
         """Whether all work is done."""
@@ -79,6 +85,7 @@ def _install_device() -> None:
     cuda.current_device = lambda: CPU
     cuda.synchronize = lambda *args, **kwargs: None
     cuda.Stream = cuda.Event = _Stream
+    cuda.stream = lambda stream: contextlib.nullcontext()
     cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: _Stream()
     tensor: Any = torch.Tensor
     tensor.cuda = lambda self, *args, **kwargs: self
@@ -86,7 +93,7 @@ def _install_device() -> None:
 
 def _install_random_state() -> None:
     cuda: Any = torch.cuda
-    cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    cuda.random.get_rng_state = cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
     # Megatron's own setter goes to CUDA's generators directly; importing it here is safe, the device answers.
@@ -113,6 +120,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "cuda":
             kwargs["device"] = CPU
+        kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
 
     return make

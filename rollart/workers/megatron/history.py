@@ -24,6 +24,7 @@ class WeightHistory:
         self._model = model
         self._keep = keep
         self._versions: dict[int, dict[str, Tensor]] = {}
+        self._reference: dict[str, Tensor] | None = None
         self.first = 0
         """The oldest version there ever was: where the trainer started."""
 
@@ -35,22 +36,39 @@ class WeightHistory:
         self._versions.clear()
         self.first = first
 
+    def keep_reference(self) -> None:
+        """The model's weights now are what the policy is held against."""
+        self._reference = self._copy()
+
+    def _copy(self) -> dict[str, Tensor]:
+        return {name: weight.detach().to("cpu", copy=True) for name, weight in self._model.parameters()}
+
     def remember(self, version: int) -> Mapping[str, Tensor]:
         """The model's weights now, which are ``version``; drops what is too old."""
         if version not in self._versions:
-            self._versions[version] = {
-                name: parameter.detach().to("cpu", copy=True) for name, parameter in self._model.parameters()
-            }
+            self._versions[version] = self._copy()
             for old in [each for each in self._versions if each <= version - self._keep]:
                 del self._versions[old]
         return self._versions[version]
 
-    @torch.no_grad()
     def load(self, version: int) -> None:
         """Give the model the weights of ``version``; ``KeyError`` when it is not kept."""
-        weights = self._versions[version]
+        self._give(self._versions[version])
+
+    @torch.no_grad()
+    def _give(self, weights: Mapping[str, Tensor]) -> None:
         for name, parameter in self._model.parameters():
             parameter.copy_(weights[name])
+
+    @contextmanager
+    def reference_loaded(self, *, current: int) -> Iterator[None]:
+        """The model with the reference's weights for a while; now it has ``current``, remembered."""
+        assert self._reference is not None, "keep_reference comes first"
+        try:
+            self._give(self._reference)
+            yield
+        finally:
+            self.load(current)
 
     @contextmanager
     def loaded(self, version: int, *, current: int) -> Iterator[None]:

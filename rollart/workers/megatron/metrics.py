@@ -8,87 +8,111 @@ weights: they measure the engine's numerical truth, not how far the policy has m
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from rollart.workers.megatron.batch import Batch, Trajectory
+from rollart.config_algorithm import Correction
+from rollart.workers.megatron.batch import Batch
+from rollart.workers.megatron.micro_batch import Trajectory
+from rollart.workers.megatron.passes import Told
 
-__all__ = ["TokenTable"]
+__all__ = ["TokenTable", "report"]
+
+LAGS_TOLD = 4
+"""Lags with a share of their own in the report; what is older is one."""
 
 
 class TokenTable:
-    """Arrays over the slots of ``batch``, filled as micro-batches are run."""
+    """Arrays over the slots of ``batch``, filled as it is trained on."""
 
     def __init__(self, batch: Batch) -> None:
-        self._batch = batch
+        self.batch = batch
         count = len(batch.behaviour)
-        self._loss = torch.zeros(count)
-        self._ratio = torch.zeros(count)
-        self._clipped = torch.zeros(count, dtype=torch.bool)
-        self._entropy = torch.zeros(count)
-        self._seen = torch.zeros(count, dtype=torch.bool)
-        self._gap = torch.zeros(count)
+        self.told = Told(*torch.zeros(len(Told._fields), count))
+        self.gap = torch.zeros(count)
+        self.verified = torch.zeros(count, dtype=torch.bool)
+        self.unverifiable = 0
         self._chosen = torch.zeros(count, dtype=torch.bool)
-        self._verified = torch.zeros(count, dtype=torch.bool)
-        self._unverifiable = 0
 
     def choose(self, trajectory: Trajectory) -> None:
         """The tokens of ``trajectory`` are to be verified."""
         self._chosen[trajectory.slots] = True
 
-    def unverifiable(self, trajectory: Trajectory, version: int) -> None:
+    def cannot_verify(self, trajectory: Trajectory, version: int) -> None:
         """Its tokens of ``version`` can't be verified."""
-        self._unverifiable += int((self._batch.versions[trajectory.slots] == version).sum())
+        self.unverifiable += int((self.batch.versions[trajectory.slots] == version).sum())
 
-    def scored(self, output: dict[str, Tensor], version: int) -> None:
-        """Log-probabilities recomputed under the weights of ``version``."""
-        slots, batch = output["all_slots"], self._batch
-        here = self._chosen[slots] & (batch.versions[slots] == version)
-        at = slots[here]
-        self._gap[at] = (output["logprobs"][here] - batch.behaviour[at]).abs()
-        self._verified[at] = True
+    def scored(self, logprobs: Tensor, among: Tensor, version: int) -> None:
+        """Log-probabilities [N] recomputed under the weights of ``version``, of the tokens ``among`` [N]."""
+        here = self._chosen & (self.batch.versions == version) & among
+        self.gap[here] = (logprobs[here] - self.batch.behaviour[here]).abs()
+        self.verified[here] = True
 
-    def trained(self, output: dict[str, Tensor], *, scored_version: int | None) -> None:
-        """What the training pass found; ``scored_version`` if it ran with exactly that version's weights."""
-        slots = output["slots"]
-        self._loss[slots] = output["loss"].float()
-        self._ratio[slots] = output["ratio"].float()
-        self._clipped[slots] = output["clipped"]
-        self._entropy[slots] = output["entropy"].float()
-        self._seen[slots] = True
+    def trained(self, told: Told, *, scored_version: int | None) -> None:
+        """What a training pass found; ``scored_version`` if it ran with exactly that version's weights."""
+        for mine, new in zip(self.told, told, strict=True):
+            mine += new
         if scored_version is not None:
-            self.scored(output, scored_version)
+            self.scored(told.logprobs, told.in_pass > 0, scored_version)
 
-    def metrics(self, norms: Sequence[float], learning_rate: float, started: float) -> dict[str, float]:
-        """The step's report, without numbers that are not finite; ``started``: ``time.perf_counter``."""
-        seen = self._seen
-        ratio = self._ratio[seen].double()
-        tokens = max(int(seen.sum()), 1)
-        gap = self._gap[self._verified].double()
-        report: dict[str, Any] = {
-            "loss": self._loss[seen].double().sum() / tokens,
-            "grad_norm": sum(norms) / max(len(norms), 1),
-            "entropy": self._entropy[seen].double().sum() / tokens,
-            "learning_rate": learning_rate,
-            "ratio_mean": ratio.sum() / tokens,
-            "ratio_max": ratio.max() if len(ratio) else 0.0,
-            "clip_share": self._clipped[seen].sum() / tokens,
-            "approx_kl": (ratio - 1 - ratio.log()).sum() / tokens,
-            "ess": ratio.sum() ** 2 / (tokens * (ratio**2).sum()) if len(ratio) else 0.0,
-            "logprob_gap_mean": gap.mean() if len(gap) else math.nan,
-            "logprob_gap_max": gap.max() if len(gap) else math.nan,
-            "logprob_gap_tokens": len(gap),
-            "logprob_gap_unverifiable": self._unverifiable,
-            "zero_signal_groups": self._batch.zero_signal_groups,
-            "mixed_version_sequences": self._batch.mixed_version_sequences,
-            "tokens": int(seen.sum()),
-            "sequences": len(self._batch.trajectories),
-            "optimizer_steps": len(norms),
-            "train_seconds": time.perf_counter() - started,
-        }
-        numbers = {name: float(value) for name, value in report.items()}
-        return {name: value for name, value in numbers.items() if math.isfinite(value)}
+
+def report(tables: Sequence[TokenTable], *, version: int) -> dict[str, float]:
+    """What is known of the tokens of one train_step on ``version``; numbers that are not finite are left out."""
+    told = Told(*(torch.cat(parts) for parts in zip(*(table.told for table in tables), strict=True)))
+    batches = [table.batch for table in tables]
+    seen = told.trained > 0
+    tokens = max(int(seen.sum()), 1)
+    ratio = told.ratio[seen].double()
+    some = bool(len(ratio))
+    verified = torch.cat([table.verified for table in tables])
+    gap = torch.cat([table.gap for table in tables])[verified].double()
+    weights = torch.cat([batch.weights for batch in batches]).double()
+    count = sum(batch.count(torch.arange(len(batch.behaviour))) for batch in batches)
+    found: dict[str, Tensor | float] = {
+        "loss": (weights * told.loss.double()).sum() / max(count, 1),
+        "entropy": told.entropy[seen].double().sum() / tokens,
+        "ratio_mean": ratio.sum() / tokens,
+        "ratio_max": ratio.max() if some else 0.0,
+        "ratio_min": ratio.min() if some else 0.0,
+        "clip_share": told.clipped[seen].sum() / tokens,
+        "approx_kl": (ratio - 1 - ratio.log()).sum() / tokens,
+        "ess": ratio.sum() ** 2 / (tokens * (ratio**2).sum()) if some else 0.0,
+        "logprob_gap_mean": gap.mean() if len(gap) else math.nan,
+        "logprob_gap_max": gap.max() if len(gap) else math.nan,
+        "logprob_gap_tokens": len(gap),
+        "logprob_gap_unverifiable": sum(table.unverifiable for table in tables),
+        "zero_signal_groups": sum(batch.zero_signal_groups for batch in batches),
+        "mixed_version_sequences": sum(batch.mixed_version_sequences for batch in batches),
+        "tokens": int(seen.sum()),
+        "sequences": sum(len(batch.trajectories) for batch in batches),
+    }
+    versions = torch.cat([batch.versions for batch in batches])[seen]
+    found.update(_lags(version - versions, tokens))
+    found.update(_of_choices(told, seen, tokens, batches))
+    numbers = {name: float(value) for name, value in found.items()}
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}
+
+
+def _lags(lags: Tensor, tokens: int) -> dict[str, float]:
+    """The share of the trained tokens by how many versions older they are."""
+    shares = {f"train_lag_share/{lag}": int((lags == lag).sum()) / tokens for lag in range(LAGS_TOLD)}
+    shares[f"train_lag_share/{LAGS_TOLD}+"] = int((lags >= LAGS_TOLD).sum()) / tokens
+    return {name: share for name, share in shares.items() if share}
+
+
+def _of_choices(told: Told, seen: Tensor, tokens: int, batches: Sequence[Batch]) -> dict[str, Tensor | float]:
+    """What only some algorithms have."""
+    algorithms = [algorithm for batch in batches for algorithm in batch.algorithms]
+    found: dict[str, Tensor | float] = {}
+    if any(algorithm.correction is not Correction.NONE for algorithm in algorithms):
+        weight = told.weight[seen].double()
+        found["correction_mean"] = weight.sum() / tokens
+        found["correction_max"] = weight.max() if len(weight) else 0.0
+        found["correction_zero_share"] = (weight == 0).sum() / tokens
+    if any(algorithm.kl_coefficient for algorithm in algorithms):
+        found["kl_reference"] = told.kl[seen].double().sum() / tokens
+    if any(algorithm.mask_truncated for algorithm in algorithms):
+        found["truncated_masked"] = sum(batch.truncated_masked for batch in batches)
+    return found

@@ -7,13 +7,13 @@ that a step can be undone and a checkpoint taken at any time.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
@@ -38,8 +38,11 @@ class Optimizer:
         self._config = config
         self._half_applied = False
         bf16 = model.config.bf16
+        shared = config.distributed_optimizer
         self.module = DistributedDataParallel(
-            model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model.module
+            model.config,
+            DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=shared),
+            model.module,
         )
         options = OptimizerConfig(
             optimizer="adam",
@@ -52,11 +55,17 @@ class Optimizer:
             clip_grad=config.clip_grad_norm,
             bf16=bf16,
             params_dtype=model.config.params_dtype,
+            use_distributed_optimizer=shared,
         )
-        chained = get_megatron_optimizer(
+        self.megatron = get_megatron_optimizer(
             options, [self.module], config_overrides=get_standard_config_overrides(options)
         )
-        (self.megatron,) = getattr(chained, "chained_optimizers", [chained])
+        self.parts: list[Any] = [
+            part
+            for part in getattr(self.megatron, "chained_optimizers", [self.megatron])
+            if not getattr(part, "is_stub_optimizer", False)
+        ]
+        """With experts there are two: theirs and the rest's."""
         model.config.grad_scale_func = self.megatron.scale_loss
         self.scheduler = OptimizerParamScheduler(
             self.megatron,
@@ -94,7 +103,8 @@ class Optimizer:
         """Clip the gradient, whose norm is ``norm``, and make one optimiser step."""
         self._half_applied = True
         self.scheduler.step(1)
-        clip_grad_by_total_norm_fp32(self.megatron.get_parameters(), self._config.clip_grad_norm, norm)
+        for part in self.parts:
+            clip_grad_by_total_norm_fp32(part.get_parameters(), self._config.clip_grad_norm, norm)
         self.megatron.step_with_ready_grads()
         self._half_applied = False
 
@@ -108,44 +118,49 @@ class Optimizer:
 
     def start_state(self) -> None:
         """Give every parameter that has none Adam's initial state, with a step counter of its own."""
-        state = self._adam().state
-        for parameter in self.megatron.get_parameters():
-            values = state[parameter]
+        for adam, parameter in self._owned():
+            values = adam.state[parameter]
             for key in ("exp_avg", "exp_avg_sq"):
                 if key not in values:
                     values[key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             if "step" not in values:
                 values["step"] = torch.tensor(0.0)
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: Any) -> None:
         """Take over a state that Megatron loaded from a checkpoint.
 
-        Megatron stores Adam's step once for all parameters, and not at all while it is 0.
+        Megatron stores Adam's step once for all parameters, and not at all while it is 0; its distributed optimiser
+        gives all parameters one and the same step tensor, which each of them would count up.
         """
-        adam = state.get("optimizer", state)["state"]
-        adam.setdefault("common_step", torch.tensor(0.0))
+        for each in state.values() if 0 in state else [state]:
+            adam = each.get("optimizer", each)
+            if "state" in adam:
+                adam["state"].setdefault("common_step", torch.tensor(0.0))
         self.megatron.load_state_dict(state)
+        for adam, parameter in self._owned():
+            adam.state[parameter]["step"] = adam.state[parameter]["step"].clone()
 
     def snapshot(self) -> OptimizerSnapshot:
         """A copy of everything that ``apply`` changes, except the model's own weights."""
-        state = self._adam().state
-        parameters = self.megatron.get_parameters()
-        states = [{key: value.clone() for key, value in state[each].items()} for each in parameters]
-        return self.scheduler.num_steps, states, [each.detach().clone() for each in parameters]
+        owned = list(self._owned())
+        states = [{key: value.clone() for key, value in adam.state[each].items()} for adam, each in owned]
+        return self.scheduler.num_steps, states, [each.detach().clone() for _, each in owned]
 
     @torch.no_grad()
     def restore(self, snapshot: OptimizerSnapshot) -> None:
         """Back to ``snapshot``."""
         steps, states, values = snapshot
-        state = self._adam().state
-        for parameter, saved, value in zip(self.megatron.get_parameters(), states, values, strict=True):
+        for (adam, parameter), saved, value in zip(self._owned(), states, values, strict=True):
             for key, tensor in saved.items():
-                state[parameter][key].copy_(tensor)
+                adam.state[parameter][key].copy_(tensor)
             parameter.copy_(value)
         self.scheduler.num_steps = steps
         self.scheduler.step(0)
         self._half_applied = False
 
-    def _adam(self) -> Any:
-        megatron: MegatronOptimizer = self.megatron
-        return megatron.optimizer
+    def _owned(self) -> Iterator[tuple[Any, Tensor]]:
+        """Adam and each parameter it changes: of the distributed optimiser, this process's share."""
+        for part in self.parts:
+            for group in part.optimizer.param_groups:
+                for parameter in group["params"]:
+                    yield part.optimizer, parameter
