@@ -8,11 +8,13 @@ from __future__ import annotations
 import enum
 from typing import Annotated, Any
 
+import msgspec
 from msgspec import Meta
 
 from rollart.config_algorithm import Algorithm, Loss
 from rollart.config_health import Health
 from rollart.config_rewards import Reward, Scope
+from rollart.config_routing import Disaggregation, HwAffinity, Pool, check_routing, splits
 from rollart.config_section import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -356,6 +358,15 @@ class Inference(Section, frozen=True, kw_only=True):
     """The vLLM inference workers."""
 
     workers: PositiveInt = 1
+    """Those of all ``pools`` where there are any."""
+    pools: list[Pool] = []
+    """Workers by hardware class; by default ``workers`` of class CPU."""
+    hw_affinity: HwAffinity = {}
+    """The hardware class of each task by name, ``default`` for the others: a class, a list of them with the preferred
+    one first, or ``prefill`` and ``decode`` apart.  Classes that are not named come after, in the order of the pools.
+    ``auto``: proposed from what the tasks turn out to be like, and followed."""
+    disaggregation: Disaggregation | None = None
+    """For prefill and decode on different workers."""
     dtype: DType = DType.FLOAT32
     max_model_len: PositiveInt = 512
     """Tokens of prompt and answers together; a trajectory that would pass it is cut, and scored as it is."""
@@ -367,12 +378,54 @@ class Inference(Section, frozen=True, kw_only=True):
     """Only on GPU engines; vLLM's default otherwise."""
     threads: PositiveInt = 1
     """CPU threads of an engine."""
+    max_requests: PositiveInt | None = None
+    """Requests a worker is given at once, those that wait in its engine included; others wait in the controller, each
+    trajectory with its own.  By default four times max_num_seqs."""
+    max_tokens_in_flight: PositiveInt | None = None
+    """Tokens, of prompts and of answers to come, that a worker is given at once: below its KV cache it never has to
+    preempt.  By default not bounded."""
+    progress_every_s: PositiveFloat = 2.0
+    """Answers that take longer are reported as far as they are: what a lost worker had reported is kept, and another
+    goes on from there."""
     generate_timeout_s: PositiveFloat = 600.0
     """For one answer, queueing in the engine included."""
     update_timeout_s: PositiveFloat = 120.0
     """For each of pull, suspend, update and resume; a worker that takes longer is taken out of routing."""
     canary_tolerance: PositiveFloat | None = None
     """Largest log-probability difference to the trainer; by default 1e-3 in float32 and 0.25 in bfloat16."""
+
+    def __post_init__(self) -> None:
+        if not self.pools:
+            return
+        total = sum(pool.workers for pool in self.pools)
+        if self.workers not in (1, total):
+            raise ValueError(f"workers is {self.workers} and the pools have {total}: leave workers out")
+        msgspec.structs.force_setattr(self, "workers", total)
+
+    @property
+    def all_pools(self) -> list[Pool]:
+        """``pools``, or what ``workers`` stands for."""
+        return self.pools or [Pool(hardware="CPU", workers=self.workers)]
+
+    def pool_of(self, number: int | None, hardware: str) -> Pool:
+        """The pool of worker ``number`` if it is of that class; else the first of that class, or one like it."""
+        first = 0
+        for pool in self.all_pools:
+            if number is not None and first <= number < first + pool.workers and pool.hardware == hardware:
+                return pool
+            first += pool.workers
+        same = [pool for pool in self.all_pools if pool.hardware == hardware]
+        return same[0] if same else Pool(hardware=hardware)
+
+    @property
+    def splits(self) -> bool:
+        """Whether any request may be prefilled by one worker and decoded by another."""
+        return splits(self.all_pools, self.hw_affinity)
+
+    @property
+    def most_requests(self) -> int:
+        """What ``max_requests`` comes to."""
+        return self.max_requests or 4 * self.max_num_seqs
 
     @property
     def tolerance(self) -> float:
@@ -554,6 +607,9 @@ class Config(Section, frozen=True, kw_only=True):
             raise ValueError(
                 "algorithm does nothing where every task has its own: leave only loss_mean and loss_mean_tokens in it"
             )
+        check_routing(
+            self.inference.all_pools, self.inference.hw_affinity, self.inference.disaggregation, names
+        )
         if self.trainer.minibatches > self.rollout.groups_per_batch:
             raise ValueError(
                 f"trainer.minibatches ({self.trainer.minibatches}) must be at most rollout.groups_per_batch "

@@ -27,6 +27,8 @@ __all__ = [
     "Collect",
     "ControllerBeat",
     "Done",
+    "Execute",
+    "Executed",
     "Export",
     "Failure",
     "FailureKind",
@@ -36,12 +38,14 @@ __all__ = [
     "Hello",
     "Message",
     "Observation",
+    "Progress",
     "Publish",
     "Published",
     "Pull",
     "Pulled",
     "Ready",
     "Refused",
+    "Release",
     "Reset",
     "Resume",
     "Role",
@@ -222,6 +226,13 @@ class Generate(Message):
     stop_token_ids: bytes
     ignore_eos: bool
     seed: int | None
+    prefill: bool = False
+    """Compute the prompt for another worker to decode: one token is sampled, and ``Generated.kv`` says where the
+    keys and values are."""
+    kv: bytes = b""
+    """Of the worker that prefilled the prompt: where its keys and values are.  They are fetched, not computed."""
+    kv_version: int = -1
+    """The version that computed them; a worker that serves another one refuses with ``Failure(LOST)``."""
 
 
 class Generated(Message):
@@ -236,7 +247,24 @@ class Generated(Message):
     finish_reason: str
     """``stop`` or ``length``."""
     cached_tokens: int
-    """Prompt tokens whose keys and values came from the prefix cache."""
+    """Prompt tokens whose keys and values came from the prefix cache, or from the worker that prefilled them."""
+    kv: bytes = b""
+    """Answer to a ``prefill``: MessagePack of the engine's own words, for the engine that decodes."""
+
+
+class Progress(Message):
+    """Worker → controller: what request ``seq`` has sampled since the last ``Progress`` of it; it goes on."""
+
+    seq: int
+    ids: bytes
+    logprobs: bytes
+    versions: list[VersionRun]
+
+
+class Release(Message):
+    """Controller → worker: nobody will fetch the keys and values at ``kv``; tell the worker that holds them."""
+
+    kv: bytes
 
 
 class Suspend(Message):
@@ -463,6 +491,26 @@ class Export(Message):
     path: str
 
 
+# --- methods that a script declares ---------------------------------------------------------------------
+
+
+class Execute(Message):
+    """Call ``method`` of the declared worker class at ``path`` (module:Class).  Answer: ``Executed``."""
+
+    seq: int
+    path: str
+    method: str
+    arguments: bytes
+    """MessagePack of [positional, keyword]."""
+
+
+class Executed(Message):
+    """What the method returned, as MessagePack."""
+
+    seq: int
+    result: bytes
+
+
 ToWorker = (
     Welcome
     | Refused
@@ -483,6 +531,8 @@ ToWorker = (
     | Collect
     | SaveCheckpoint
     | Export
+    | Release
+    | Execute
 )
 ToController = (
     Hello
@@ -498,6 +548,8 @@ ToController = (
     | Observation
     | Trained
     | Published
+    | Progress
+    | Executed
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -210,6 +210,35 @@ def test_wrong_environments_are_told_before_anything_starts(tmp_path: Path) -> N
         assert not run.folder.exists()
 
 
+def test_prefill_and_decode_apart_and_the_prefiller_killed(tmp_path: Path) -> None:
+    with started(tmp_path, "disaggregated.yaml", "steps=6") as run:
+        run.wait_for_steps(3)
+        (prefiller,) = [p for p in run.family if p.is_running() and "inference-0" in p.cmdline()]
+        prefiller.kill()
+        assert run.process.wait(240) == 0, run.output
+        assert run.survivors(5) == []
+    run.check_events()
+    found = run.events
+    gone = next(e.t for e in found if isinstance(e, events.WorkerChanged) and e.state == "gone")
+    task = {e.trajectory: e.task for e in found if isinstance(e, events.Dispatched)}
+    sampled = [e for e in found if isinstance(e, events.Sampled)]
+    apart = [e for e in sampled if e.prefilled_by]
+    assert apart
+    assert {(task[e.trajectory], e.prefilled_by, e.worker) for e in apart} == {
+        ("Split", "inference-0", "inference-1")
+    }
+    assert all(
+        e.cached_tokens >= 4 for e in apart
+    )  # of a prompt of 5: the last position gives the first token
+    assert any(e.t > gone for e in sampled)
+    assert not any(e.t > gone + 1 for e in apart)
+    bound = {(e.task, e.phase, e.wanted, e.hardware_class) for e in found if isinstance(e, events.Bound)}
+    assert ("Split", "prefill", "H800", "H800") in bound
+    assert ("Split", "decode", "H20", "H20") in bound
+    assert ("Whole", "both", "H20", "H20") in bound
+    assert max(row["logprob_gap_mean"] for row in run.rows) < GAP
+
+
 def test_reward_functions_score_a_real_run_from_the_local_host(tmp_path: Path) -> None:
     settings = ["steps=3", "evaluation.episodes=20", "trainer.verify_share=1"]
     with started(tmp_path, "frozen_lake_rewards.yaml", *settings) as run:

