@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -40,6 +40,9 @@ from rollart.controller.weight_sync import WeightSync, canary_prompt
 from rollart.errors import RunError
 from rollart.launch.local import Placement, WorkerExit
 from rollart.protocol import Role, Welcome
+
+if TYPE_CHECKING:
+    from rollart.endpoint.server import Endpoint
 
 __all__ = ["Controller", "Launcher", "Outcome"]
 
@@ -126,6 +129,8 @@ class Controller:
         self.events = events.EventLog(folder.open_events())
         self.versions = Versions()
         self.loop: TrainingLoop | None = None
+        self.endpoint: Endpoint | None = None
+        """Where agents call, if any task has one."""
         self._end: asyncio.Future[Outcome]
         self._joined: asyncio.Event
 
@@ -204,6 +209,7 @@ class Controller:
             on_leaving=lambda link: self.proxy.close_worker(link.name),
         )
         self.proxy = LLMProxy(self.switchboard, config, lowest_version=lambda: bound.floor(self.versions))
+        self.endpoint = self._make_endpoint()
         self.rollout = Rollout(
             config,
             self.switchboard,
@@ -213,6 +219,7 @@ class Controller:
             rewards=self._rewards,
             run=self._context,
             metrics=self.metrics,
+            endpoint=self.endpoint,
         )
         self.sync = WeightSync(
             config,
@@ -248,6 +255,13 @@ class Controller:
         run_id = self.folder.store.name if self.folder.store is not None else self.config.name
         return RewardClient(self.config, make, run_id=run_id, bug=self.fail)
 
+    def _make_endpoint(self) -> Endpoint | None:
+        if not any(task.is_agent for task in self.config.tasks):
+            return None
+        from rollart.endpoint.server import Endpoint  # its packages are wanted only here
+
+        return Endpoint(self.config, self.model_dir, bug=self._context.bug, unix_time=self._unix_time)
+
     def _welcome(self) -> Welcome:
         config = self.config
         return Welcome(
@@ -266,6 +280,9 @@ class Controller:
         asyncio.get_running_loop().set_exception_handler(self._on_loop_error)
         status = asyncio.ensure_future(self._show_status())
         try:
+            if self.endpoint is not None:
+                await self.endpoint.start()
+                self._progress.say(f"agents call {self.endpoint.base_url}")
             trainer = await self._start_workers()
             self.loop = TrainingLoop(
                 self.config,
@@ -413,6 +430,9 @@ class Controller:
             self.rollout.close(Reason.SHUTDOWN)
             await self.rollout.manager.close()
             await self._rewards.close()
+        with _recorded("ending the endpoint"):
+            if self.endpoint is not None:
+                await self.endpoint.stop()
         with _recorded("ending the training loop"):
             if self.loop is not None:
                 await self.loop.close()
@@ -436,6 +456,7 @@ class Controller:
             "refused_frames": self.switchboard.refused_frames,
             "refused_frames_at_workers": self.switchboard.refused_frames_at_workers,
             "refused_peers": self._transport.refused_peers,
+            **(self.endpoint.counts if self.endpoint is not None else {}),
         }
 
     @property
