@@ -164,7 +164,10 @@ async def test_a_trajectory_of_mixed_versions_is_dropped_at_its_turn(tmp_path: P
                 told.append(error)
 
     run = AgentRun(
-        agent_config(steps=3, rollout={"groups_per_batch": 1, "mixed_versions": "drop"}), tmp_path / "run"
+        agent_config(
+            steps=3, rollout={"groups_per_batch": 1, "mixed_versions": "drop", "staleness_bound": 9}
+        ),
+        tmp_path / "run",
     )
     assert await run.run(play) is Outcome.SUCCESS
     run.check()
