@@ -18,10 +18,10 @@ from rollart.config import Config, RandomModel
 from rollart.controller.trajectory import Kind, Limits, Trajectory
 from rollart.endpoint.answers import Completion, cut_at_stop, read_answer
 from rollart.endpoint.calls import Call, parse_call
-from rollart.endpoint.chat_template import ChatTemplate
 from rollart.endpoint.errors import ApiError
 from rollart.endpoint.recording import Prompt, Recording
 from rollart.endpoint.text import Text
+from rollart.environments.chat_template import GUARD, ChatTemplate, TemplateFault
 from rollart.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
 from rollart.protocol import Generated, VersionRun
 from rollart.random_model import write_model_folder
@@ -50,9 +50,7 @@ def text_of(name: str) -> Text:
 
 @cache
 def template_of(name: str) -> ChatTemplate:
-    found = ChatTemplate.of_folder(folder_of(name))
-    assert found is not None
-    return found
+    return ChatTemplate(folder_of(name))
 
 
 def call_of(**body: Any) -> Call:
@@ -128,10 +126,6 @@ class Case:
         assert self.trajectory.sampled == len(found)
 
 
-def unmarked(text: str) -> str:
-    return text.replace("\ufdd0", "").replace("\ufdd1", "")
-
-
 # --- templates ----------------------------------------------------------------------------------------------
 
 CHAT: list[dict[str, Any]] = [
@@ -166,7 +160,8 @@ def test_templates_render_as_transformers_renders_them(name: str) -> None:
             expected = theirs.apply_chat_template(
                 messages, tools=tools or None, tokenize=False, add_generation_prompt=asks
             )
-            assert template_of(name).render(messages, tools, {}, asks=asks) == expected
+            # A mark shows which control is of a text, until there are ids.
+            assert template_of(name).render(messages, tools, {}, asks=asks).replace(GUARD, "") == expected
             assert text_of(name).encode(expected) == theirs.encode(expected, add_special_tokens=False)
 
 
@@ -177,17 +172,10 @@ def test_a_template_that_refuses_a_conversation_is_a_bad_request() -> None:
     assert case.trajectory.tokens == 0
 
 
-def test_a_template_has_no_way_out_of_its_sandbox() -> None:
-    template = ChatTemplate({"default": "{{ messages.__class__.__base__.__subclasses__() }}"}, {})
-    with pytest.raises(ApiError, match="unsafe"):
+def test_a_template_has_no_way_out_of_its_sandbox(tmp_path: Path) -> None:
+    template = ChatTemplate(write_folder(tmp_path, "{{ messages.__class__.__base__.__subclasses__() }}"))
+    with pytest.raises(TemplateFault, match="unsafe"):
         template.render([], [], {}, asks=True)
-
-
-def test_generation_marks_and_loop_controls_are_known() -> None:
-    source = (
-        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
-    )
-    assert ChatTemplate({"default": source}, {}).render(CHAT, [], {}, asks=True) == "the lake is frozen"
 
 
 # --- text ---------------------------------------------------------------------------------------------------
@@ -207,8 +195,7 @@ def test_a_callers_text_is_never_control() -> None:
 
 def test_the_random_models_template_serves_chats_and_tools(tmp_path: Path) -> None:
     write_model_folder(RandomModel(), tmp_path)
-    text, template = Text(tmp_path), ChatTemplate.of_folder(tmp_path)
-    assert template is not None
+    text, template = Text(tmp_path), ChatTemplate(tmp_path)
     said = template.render(WITH_TOOLS, [TOOL], {}, asks=True)
     assert said.startswith("<bos>fmove<eos><bos>sPlay.<eos><bos>umap<eos><bos>a<tool_call>{")
     assert said.endswith("</tool_call><eos><bos>tfell<eos><bos>tagain<eos><bos>a")

@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from rollart.endpoint.calls import Call, Message, canonical
-from rollart.endpoint.chat_template import ChatTemplate
 from rollart.endpoint.errors import bad_request
 from rollart.endpoint.text import Text
+from rollart.environments.chat_template import ChatTemplate, TemplateFault
 from rollart.packing import ID_BYTES, pack_ids, unpack_ids
 
 __all__ = ["Prompt", "Recording"]
@@ -134,11 +134,12 @@ class Recording:
                     return self._after(mark, ids, text)
                 self._counts["calls_rendered_anew"] += 1
                 break
-        return self._anew(self._text.encode(text), text)
+        return self._anew(self._template.encode(text), text)
 
     def _added(self, call: Call, count: int, mark: _Mark, text: str) -> list[int] | None:
         """Ids that follow the answer at ``mark``, which ends the first ``count`` messages; ``None`` where the
         template doesn't render those as a prefix of ``text``."""
+        assert self._template is not None
         earlier = self._render(call, call.messages[:count], asks=False)
         if not mark.said.begins(earlier) or not text.startswith(earlier):
             return None
@@ -147,15 +148,15 @@ class Recording:
         if not earlier.endswith(end) or len(end) >= len(earlier):
             return None
         # Together: a tokenizer may treat a text's first characters differently.
-        ids = self._text.encode(end + text[len(earlier) :])
+        ids = self._template.encode(end + text[len(earlier) :])
         return ids[1:] if ids and ids[0] == self._last(mark) else ids
 
     def _render(self, call: Call, messages: Sequence[Message], *, asks: bool) -> str:
         assert self._template is not None
-        protect = self._text.protect
-        return self._template.render(
-            protect(list(messages)), protect(call.tools), call.template_options, asks=asks
-        )
+        try:
+            return self._template.render(messages, call.tools, call.template_options, asks=asks)
+        except TemplateFault as error:
+            raise bad_request("messages", str(error)) from None
 
     def _last(self, mark: _Mark) -> int:
         """The id at ``mark`` where it is control, such as the token that ends an answer; else -1."""

@@ -24,10 +24,10 @@ from rollart.config import Config
 from rollart.controller.llm_proxy import Answer
 from rollart.controller.trajectory import Trajectory
 from rollart.endpoint.calls import parse_call
-from rollart.endpoint.chat_template import ChatTemplate
 from rollart.endpoint.errors import ApiError, ended
 from rollart.endpoint.session import Session, why_ended
 from rollart.endpoint.text import Text
+from rollart.environments.chat_template import ChatTemplate
 from rollart.errors import RunError
 
 __all__ = ["Endpoint"]
@@ -77,8 +77,7 @@ class Endpoint:
         """Load the tokenizer and listen; ``RunError`` when either can't be."""
         try:
             self._text = Text(self._model_dir)
-            file = self.config.model.chat_template
-            self._template = ChatTemplate.of_folder(self._model_dir, Path(file) if file else None)
+            self._template = self._find_template()
         except (OSError, ValueError) as error:
             raise RunError(f"the endpoint needs the model's tokenizer: {error}") from None
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._errors])
@@ -100,6 +99,15 @@ class Endpoint:
         self.base_url = (settings.url or f"http://{_in_url(settings.host)}:{port}").rstrip("/") + "/v1"
         if not _is_loopback(settings.host):
             logger.warning("the endpoint listens on %s in plain HTTP: API keys can be read", settings.host)
+
+    def _find_template(self) -> ChatTemplate | None:
+        file = self.config.model.chat_template
+        try:
+            return ChatTemplate(self._model_dir, Path(file) if file is not None else None)
+        except FileNotFoundError:
+            if file is not None:
+                raise
+            return None  # said when a chat is asked for; completions need none
 
     async def stop(self) -> None:
         """Listen no more."""

@@ -19,10 +19,10 @@ from rollart.controller.switchboard import CallError
 from rollart.controller.trajectory import Limits, Trajectory
 from rollart.endpoint.answers import Completion, cut_at_stop, read_answer
 from rollart.endpoint.calls import Call
-from rollart.endpoint.chat_template import ChatTemplate
 from rollart.endpoint.errors import ApiError, bad_request, ended
 from rollart.endpoint.recording import Prompt, Recording
 from rollart.endpoint.text import Text
+from rollart.environments.chat_template import ChatTemplate
 from rollart.packing import ID_BYTES
 
 __all__ = ["Session", "why_ended"]
