@@ -29,6 +29,7 @@ __all__ = [
     "Algorithm",
     "Config",
     "Decay",
+    "Endpoint",
     "Environments",
     "Evaluation",
     "Health",
@@ -97,6 +98,8 @@ class RandomModel(Section, frozen=True, kw_only=True):
     tie_word_embeddings: bool = False
     characters: str | None = None
     """The tokenizer's characters; by default printable ASCII and the newline."""
+    tokens: list[str] = []
+    """Texts that are one token each, beside the characters: whole tool calls, say."""
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
@@ -106,6 +109,8 @@ class RandomModel(Section, frozen=True, kw_only=True):
             )
         if self.characters is not None and len(set(self.characters)) != len(self.characters):
             raise ValueError("characters must not repeat a character")
+        if len(set(self.tokens)) != len(self.tokens) or any(len(token) < 2 for token in self.tokens):
+            raise ValueError("tokens must be different texts of at least 2 characters")
 
 
 class Model(Section, frozen=True, kw_only=True):
@@ -126,10 +131,15 @@ class Task(Section, frozen=True, kw_only=True):
 
     name: Annotated[str, Meta(pattern="^[A-Za-z0-9_.-]+$")]
     """The paper's tag_name."""
-    environment: Annotated[str, Meta(pattern=r"^[\w.]+:\w+$")]
+    environment: Annotated[str, Meta(pattern=r"^[\w.]+:\w+$")] | None = None
     """Import path of an environment class, ``module:Class``."""
+    agent: Annotated[str, Meta(pattern=r"^[\w.]+:\w+$")] | None = None
+    """Instead of an environment: import path of an agent, ``module:function``, that plays whole episodes by itself
+    through the run's OpenAI-compatible endpoint, and returns its score (docs/endpoint.md)."""
+    agent_command: Annotated[list[str], Meta(min_length=1)] | None = None
+    """Instead of an environment: an agent as a program and its arguments; its score is its output's last line."""
     options: dict[str, Any] = {}
-    """Keyword arguments of the class."""
+    """Keyword arguments of the class; an agent is given them as they are."""
     weight: PositiveFloat = 1.0
     """Share of the groups, relative to the other tasks' weights."""
     curriculum: dict[int, NonNegativeFloat] = {}
@@ -148,7 +158,8 @@ class Task(Section, frozen=True, kw_only=True):
     reset_timeout_s: PositiveFloat = 60.0
     step_timeout_s: PositiveFloat = 60.0
     episode_timeout_s: PositiveFloat | None = None
-    """A trajectory that has taken longer when its environment answers is cut, and scored as it is."""
+    """A trajectory that has taken longer when its environment answers is cut, and scored as it is.  An agent's
+    begins again, or fails; by default it has 600."""
     sampling: TaskSampling = TaskSampling()
     max_failed_groups: PositiveInt = 8
     """So many groups in a row that end without a sample for its failures take the task out of the run, with its
@@ -160,6 +171,7 @@ class Task(Section, frozen=True, kw_only=True):
     """In place of the run's ``algorithm``, the whole section."""
 
     def __post_init__(self) -> None:
+        self._check_kind()
         if self.curriculum and self.weight != 1.0:
             raise ValueError("weight does nothing beside curriculum")
         if any(step < 0 for step in self.curriculum):
@@ -177,6 +189,38 @@ class Task(Section, frozen=True, kw_only=True):
         if self.reward is None:
             return []
         return self.reward if isinstance(self.reward, list) else [self.reward]
+
+    def _check_kind(self) -> None:
+        kinds = {
+            "environment": self.environment,
+            "agent": self.agent,
+            "agent_command": self.agent_command,
+        }
+        given = [name for name, value in kinds.items() if value is not None]
+        if len(given) != 1:
+            raise ValueError(
+                "a task needs one of environment (module:Class), agent (module:function) and agent_command (a list)"
+                + (f"; this one has {' and '.join(given)}" if given else "")
+            )
+        if self.environment is None:
+            self._check_agent()
+
+    def _check_agent(self) -> None:
+        if (self.reset_timeout_s, self.step_timeout_s) != (60.0, 60.0):
+            raise ValueError(
+                "reset_timeout_s and step_timeout_s do nothing for an agent; use episode_timeout_s"
+            )
+        idle = {"chat": self.chat, "dataset": self.dataset, "reward": self.reward}
+        for name, value in idle.items():
+            if value:
+                raise ValueError(
+                    f"{name} is for environments: an agent is given a seed, and returns its score"
+                )
+
+    @property
+    def is_agent(self) -> bool:
+        """An agent plays it, through the endpoint."""
+        return self.environment is None
 
 
 class Sampling(Section, frozen=True, kw_only=True):
@@ -511,6 +555,29 @@ class Environments(Section, frozen=True, kw_only=True):
     """What one episode may print; more fails it.  It goes to the worker's log."""
 
 
+class Endpoint(Section, frozen=True, kw_only=True):
+    """The OpenAI-compatible endpoint that tasks with an agent call; there is none without such a task.
+
+    It speaks plain HTTP.  Every request wants the API key of a trajectory that is live, wherever it is bound.
+    """
+
+    host: str = "127.0.0.1"
+    """The address it listens on; agents on other machines need another than loopback."""
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    """0: one that is free."""
+    url: Annotated[str, Meta(pattern=r"^https?://")] | None = None
+    """Where agents reach it, if not at its own host and port: behind a proxy, or listening on 0.0.0.0."""
+    model: str = "policy"
+    """The model's name in requests."""
+
+    def __post_init__(self) -> None:
+        if self.host in ("0.0.0.0", "::") and self.url is None:
+            raise ValueError(
+                f"endpoint.host {self.host} is every address of the machine and none that an agent could call: "
+                "give endpoint.url as well"
+            )
+
+
 class Evaluation(Section, frozen=True, kw_only=True):
     """Greedy episodes on the held-out split, before the first update and after the last at least."""
 
@@ -550,6 +617,7 @@ class Config(Section, frozen=True, kw_only=True):
     weights: Weights = Weights()
     environments: Environments = Environments()
     evaluation: Evaluation = Evaluation()
+    endpoint: Endpoint = Endpoint()
     start_timeout_s: PositiveFloat = 600.0
     """For a worker from its start to its readiness."""
     heartbeat_s: PositiveFloat = 1.0
@@ -580,6 +648,14 @@ class Config(Section, frozen=True, kw_only=True):
             raise ValueError(
                 f"inference.max_model_len ({self.inference.max_model_len}) is beyond "
                 f"model.random.max_position_embeddings ({self.model.random.max_position_embeddings})"
+            )
+        agents = [task.name for task in self.tasks if task.is_agent]
+        if not agents and self.endpoint != Endpoint():
+            raise ValueError("endpoint does nothing: no task has an agent")
+        if agents and self.rollout.schedule is Schedule.SYNC:
+            raise ValueError(
+                f"rollout.schedule sync takes every turn of all trajectories together, which task {agents[0]} can't: "
+                "its agent decides by itself when it calls"
             )
         if self.sampling.max_tokens >= self.inference.max_model_len:
             raise ValueError(

@@ -38,6 +38,8 @@ __all__ = [
     "Hello",
     "Message",
     "Observation",
+    "Play",
+    "Played",
     "Progress",
     "Publish",
     "Published",
@@ -370,11 +372,40 @@ class Observation(Message):
     """The environment's ``reference``, as it is now."""
 
 
+class Play(Message):
+    """Let a task's agent play a whole episode under the name ``session``, its calls going to ``base_url``.
+
+    Answer: ``Played``, when the agent has ended.  ``Close`` and ``Cancel`` end it sooner.
+    """
+
+    seq: int
+    session: str
+    task: str
+    seed: int
+    split: str
+    base_url: str
+    api_key: str
+    """Names this attempt of the trajectory at the endpoint, and no other."""
+    model: str
+
+
+class Played(Message):
+    """The agent ended by itself, and how it scored."""
+
+    seq: int
+    reward: float
+    info: dict[str, float]
+
+
 # --- training -------------------------------------------------------------------------------------------
 
 
 class TrainSample(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """One scored trajectory of T tokens, S of them sampled."""
+    """One scored trajectory of T tokens, S of them sampled.
+
+    An agent's trajectory whose conversations branched is several samples with one ``trajectory`` number, next to
+    one another; they share its reward and count once in the group's baseline.
+    """
 
     trajectory: int
     ids: bytes
@@ -533,6 +564,7 @@ ToWorker = (
     | Export
     | Release
     | Execute
+    | Play
 )
 ToController = (
     Hello
@@ -550,6 +582,7 @@ ToController = (
     | Published
     | Progress
     | Executed
+    | Played
 )
 
 _encoder = msgspec.msgpack.Encoder()

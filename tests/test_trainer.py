@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3Config
 
+from rollart.algorithms.losses import SamplingDistribution
 from rollart.config import (
     Algorithm,
     Config,
@@ -27,9 +28,9 @@ from rollart.config import (
 )
 from rollart.config import Trainer as TrainerConfig
 from rollart.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
-from rollart.protocol import VersionRun, encode_group
+from rollart.protocol import TrainGroup, TrainSample, VersionRun, encode_group
 from rollart.workers.megatron.architecture import Architecture, UnsupportedModel
-from rollart.workers.megatron.batch import Refusal
+from rollart.workers.megatron.batch import Batch, Refusal
 from rollart.workers.megatron.checkpoint import CheckpointError, remove_older
 from rollart.workers.megatron.core import StepResult, Trainer
 from rollart.workers.megatron.micro_batch import MicroBatch
@@ -260,6 +261,44 @@ def test_on_policy_metrics_say_so(make: Make, folder: Path) -> None:
     assert metrics["clip_share"] == metrics["mixed_version_sequences"] == 0
     assert metrics["learning_rate"] == 1e-3
     assert metrics["train_seconds"] > 0
+
+
+def test_a_trajectory_of_several_sequences_counts_once_in_its_baseline(folder: Path) -> None:
+    """An agent that branched: its sequences share its advantage, and the others' baseline does not change."""
+    config = make_config()
+    model = reference_model(folder)
+    (group,) = make_groups(model, config, groups=1, size=3)
+    first, second, third = group.samples
+
+    def decode(samples: list[TrainSample]) -> Batch:
+        batch = Batch.decode(
+            frames_of([TrainGroup(0, "task", samples)]),
+            version=0,
+            distribution=SamplingDistribution(
+                temperature=TEMPERATURE, allowed=list(ALLOWED), vocab_size=VOCABULARY
+            ),
+            algorithm_of=lambda task: config.algorithm,
+            mixed_versions=MixedVersions.CORRECT,
+        )
+        batch.assign_advantages()
+        return batch
+
+    def advantages(batch: Batch) -> list[float]:
+        return [float(batch.advantages[each.first]) for each in batch.trajectories]
+
+    rewards = [1.0, 0.0, 0.5]
+    samples = [msgspec.structs.replace(s, reward=r) for s, r in zip(group.samples, rewards, strict=True)]
+    branch = msgspec.structs.replace(second, trajectory=first.trajectory, reward=1.0)
+    plain, branched = decode(samples), decode([samples[0], branch, *samples[1:]])
+    one, two, three = advantages(plain)
+    assert advantages(branched) == [one, one, two, three]
+    assert len(branched.episodes) == 3 and branched.groups == [range(4)]
+    other = msgspec.structs.replace(branch, reward=0.0)
+    with pytest.raises(Refusal, match="its sequences have different rewards"):
+        decode([samples[0], other, *samples[1:]])
+    with pytest.raises(Refusal, match="has 1 sample"):
+        decode([samples[0], branch])
+    assert third.trajectory not in (first.trajectory, second.trajectory)
 
 
 def test_a_group_of_equal_rewards_is_counted_and_moves_nothing(make: Make, folder: Path) -> None:

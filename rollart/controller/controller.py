@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -42,6 +42,9 @@ from rollart.declare import Cluster
 from rollart.errors import RunError
 from rollart.launch.local import Placement, WorkerExit
 from rollart.protocol import Role, Welcome
+
+if TYPE_CHECKING:
+    from rollart.endpoint.server import Endpoint
 
 __all__ = ["Controller", "Launcher", "Outcome"]
 
@@ -131,6 +134,8 @@ class Controller:
         self.events = events.EventLog(folder.open_events())
         self.versions = Versions()
         self.loop: TrainingLoop | None = None
+        self.endpoint: Endpoint | None = None
+        """Where agents call, if any task has one."""
         self._end: asyncio.Future[Outcome]
         self._joined: asyncio.Event
 
@@ -216,6 +221,7 @@ class Controller:
             resources=self.resources,
             run=self._context,
         )
+        self.endpoint = self._make_endpoint()
         self.rollout = Rollout(
             config,
             self.switchboard,
@@ -225,6 +231,7 @@ class Controller:
             rewards=self._rewards,
             run=self._context,
             metrics=self.metrics,
+            endpoint=self.endpoint,
         )
         self.sync = WeightSync(
             config,
@@ -260,6 +267,13 @@ class Controller:
         run_id = self.folder.store.name if self.folder.store is not None else self.config.name
         return RewardClient(self.config, make, run_id=run_id, bug=self.fail)
 
+    def _make_endpoint(self) -> Endpoint | None:
+        if not any(task.is_agent for task in self.config.tasks):
+            return None
+        from rollart.endpoint.server import Endpoint  # its packages are wanted only here
+
+        return Endpoint(self.config, self.model_dir, bug=self._context.bug, unix_time=self._unix_time)
+
     def _welcome(self) -> Welcome:
         config = self.config
         return Welcome(
@@ -280,6 +294,9 @@ class Controller:
             asyncio.ensure_future(self._beside(work)) for work in (self._show_status(), self.proxy.adapt())
         ]
         try:
+            if self.endpoint is not None:
+                await self.endpoint.start()
+                self._progress.say(f"agents call {self.endpoint.base_url}")
             trainer = await self._start_workers()
             timeout_s = self.config.inference.generate_timeout_s
             calls = ClusterCalls(self.switchboard, self.proxy, self._context, timeout_s=timeout_s)
@@ -436,6 +453,9 @@ class Controller:
             self.rollout.close(Reason.SHUTDOWN)
             await self.rollout.manager.close()
             await self._rewards.close()
+        with _recorded("ending the endpoint"):
+            if self.endpoint is not None:
+                await self.endpoint.stop()
         with _recorded("ending the training loop"):
             if self.loop is not None:
                 await self.loop.close()
@@ -459,6 +479,7 @@ class Controller:
             "refused_frames": self.switchboard.refused_frames,
             "refused_frames_at_workers": self.switchboard.refused_frames_at_workers,
             "refused_peers": self._transport.refused_peers,
+            **(self.endpoint.counts if self.endpoint is not None else {}),
         }
 
     @property

@@ -30,6 +30,8 @@ def check_packages(config: Config) -> None:
         "megatron.core": "the trainer",
         "tokenizers": "environments",
     }
+    if any(task.is_agent for task in config.tasks):
+        needs["jinja2"] = "the endpoint"
     missing = [f"{name} (for {who})" for name, who in needs.items() if not _found(name)]
     if missing:
         raise ConfigError(

@@ -33,6 +33,7 @@ from rollart.protocol import (
     Goodbye,
     Hello,
     Message,
+    Play,
     Progress,
     Publish,
     Ready,
@@ -56,7 +57,9 @@ __all__ = ["CallError", "Link", "LinkState", "Switchboard"]
 logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer", bound=Message)
-DATA_MESSAGES = frozenset({Execute, Generate, Release, Reset, Step, Close, TrainPart, TrainStep, Publish})
+DATA_MESSAGES = frozenset(
+    {Execute, Generate, Release, Reset, Step, Close, Play, TrainPart, TrainStep, Publish}
+)
 """What must keep its order goes one way: a Close after its Reset, a TrainStep after its parts."""
 GOODBYE_PATIENCE_S = 0.2
 """For the last message of a worker that ends; it is on its way when the end shows, and knows the reason."""

@@ -207,11 +207,10 @@ class TrainingLoop:
         for number, group in enumerate(groups, 1):
             batch.add(group)
             samples += (
-                events.TrainedSample(t.id, t.tokens, t.sampled, trained_runs(t, mixed)) for t in group.scored
+                events.TrainedSample(t.id, t.length, t.sampled, trained_runs(t, mixed)) for t in group.scored
             )
-            part.append(
-                encode_group(TrainGroup(group.id, group.task, [t.take_sample() for t in group.scored]))
-            )
+            sequences = [sample for t in group.scored for sample in t.take_samples()]
+            part.append(encode_group(TrainGroup(group.id, group.task, sequences)))
             size += len(part[-1])
             if size >= PART_BYTES or number == len(groups):
                 await self._call(TrainPart(self._switchboard.next_seq(), self._step, first), Done, part)
