@@ -31,7 +31,7 @@ LINEAR = TrainerConfig(learning_rate=2.0, adam_eps=10.0, clip_grad_norm=5.0)
 
 
 @pytest.fixture
-def trained(make: Make, folder: Path, tmp_path: Path) -> Iterator[Any]:  # noqa: F811
+def trained(make: Make, folder: Path, tmp_path: Path) -> Iterator[Any]:
     """Of a config: a trainer at version 1, with the models of versions 0 and 1 in ``transformers``."""
 
     def build(config: Config) -> tuple[Trainer, Any, Any]:
@@ -109,7 +109,7 @@ def test_a_divergence_in_the_reward_counts_there(trained: Any) -> None:
     assert step(trainer, [group]).metrics["loss"] == pytest.approx(loss / tokens, abs=1e-4)
 
 
-def test_each_task_has_its_own_algorithm(make: Make, folder: Path) -> None:  # noqa: F811
+def test_each_task_has_its_own_algorithm(make: Make, folder: Path) -> None:
     """The gradient of a batch of two tasks is the sum of what each has alone."""
     other = Algorithm(loss=Loss.CISPO, advantage=Advantage.RLOO)
     base = make_config(trainer=LINEAR)
@@ -127,7 +127,7 @@ def test_each_task_has_its_own_algorithm(make: Make, folder: Path) -> None:  # n
         step(make(config), [msgspec.structs.replace(groups[0], task="unknown")])
 
 
-def test_a_truncated_trajectory_is_left_out_but_stays_in_the_baseline(make: Make, folder: Path) -> None:  # noqa: F811
+def test_a_truncated_trajectory_is_left_out_but_stays_in_the_baseline(make: Make, folder: Path) -> None:
     config = make_config(trainer=LINEAR, algorithm=Algorithm(mask_truncated=True, normalize_std=False))
     (group,) = make_groups(reference_model(folder), config, groups=1)
     cut = replaced(group, 0, truncated=True)
@@ -141,7 +141,7 @@ def test_a_truncated_trajectory_is_left_out_but_stays_in_the_baseline(make: Make
     assert metrics["tokens"] == sum(counts[1:])
 
 
-def test_turns_that_do_not_fit_are_refused(make: Make, folder: Path) -> None:  # noqa: F811
+def test_turns_that_do_not_fit_are_refused(make: Make, folder: Path) -> None:
     (group,) = make_groups(reference_model(folder), make_config(), groups=1)
     sampled = sum(group.samples[0].mask)
     for changes in (
@@ -155,7 +155,7 @@ def test_turns_that_do_not_fit_are_refused(make: Make, folder: Path) -> None:  #
 
 
 @pytest.mark.parametrize("loss", [Loss.PPO, Loss.GSPO, Loss.TOPR])
-def test_packing_padding_and_recompute_make_the_same_step(make: Make, folder: Path, loss: Loss) -> None:  # noqa: F811
+def test_packing_padding_and_recompute_make_the_same_step(make: Make, folder: Path, loss: Loss) -> None:
     """Ragged trajectories: side by side, in one row, in several; whole layers and the attention computed again."""
     algorithm = Algorithm(loss=loss, kl_coefficient=0.1, entropy_coefficient=0.01)
     layouts = [

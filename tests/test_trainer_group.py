@@ -120,7 +120,7 @@ def test_two_processes_make_the_steps_of_one(
     assert all(torch.isfinite(value).all() for value in exported.values())
 
 
-def test_a_refusal_leaves_the_group_as_it_was(opened: Open, folders: dict[str, Path]) -> None:  # noqa: F811
+def test_a_refusal_leaves_the_group_as_it_was(opened: Open, folders: dict[str, Path]) -> None:
     config = make_config(trainer=msgspec.structs.replace(LINEAR, data_parallel=2))
     trainer = opened(config, folders["qwen3"])
     groups = make_groups(reference_model(folders["qwen3"]), config)

@@ -65,7 +65,8 @@ def save(
     Each process writes what it holds; the first makes the folder, and makes it appear when all have written.
     """
     if ranks.rank:
-        _write(_state(model, optimizer, is_loading=False), Path(ranks.say(None).decode()))
+        folder = Path(ranks.say(None).decode())
+        _write(_state(model, optimizer, is_loading=False), folder)
         return
     told = msgspec.to_builtins(last_step) if last_step is not None else None
     record = Record(FORMAT, version, str(model.architecture), told)
@@ -171,9 +172,10 @@ def _write(state: dict[str, Any], folder: Path) -> None:
     try:
         request: AsyncRequest = dist_checkpointing.save(state, str(folder), async_sharded_save=True)
         written: dict[int, object] = {}
-        (transforms, _) = request.async_fn.args
-        for index, bucket in enumerate(request.preload_fn()):
-            written[index] = _write_file(transforms, index, bucket)
+        if request.async_fn is not None:  # else another process has all that this one holds
+            (transforms, _) = request.async_fn.args
+            for index, bucket in enumerate(request.preload_fn()):
+                written[index] = _write_file(transforms, index, bucket)
         results.put(written)
         for finalize in request.finalize_fns:
             finalize()
