@@ -66,6 +66,7 @@ class TrainerWorker(Worker):
     async def setup(self) -> Ready:
         """Build the model and its optimiser, and open the store."""
         self._parts = BatchParts()
+        self._streaming: asyncio.Future[None] | None = None
         self._publications: dict[tuple[int, int], asyncio.Future[Published]] = {}
         """By version and attempt, those that are made and those under way."""
         self._publishing = asyncio.Lock()
@@ -103,6 +104,8 @@ class TrainerWorker(Worker):
         match message:
             case TrainPart(seq=seq, step_id=step_id, first=first):
                 self._parts.add(step_id, first, payload)
+                if self.config.trainer.stream_batch:
+                    self._stream_soon(step_id)
                 return Done(seq)
             case TrainStep():
                 return await self._train_step(message)
@@ -126,6 +129,22 @@ class TrainerWorker(Worker):
                 raise Deterministic(f"a trainer does not serve {type(message).__name__}")
 
     # --- requests -------------------------------------------------------------------------------------
+
+    def _stream_soon(self, step_id: int) -> None:
+        """Once the computing thread has time: the parts that came until then are added together."""
+        if self._streaming is None or self._streaming.done():
+            self._streaming = asyncio.ensure_future(self._compute(lambda: self._stream(step_id)))
+            self._streaming.add_done_callback(lambda made: made.cancelled() or made.exception())
+
+    def _stream(self, step_id: int) -> None:
+        frames = self._parts.so_far(step_id)
+        if frames:
+            try:
+                self._trainer.stream(step_id=step_id, frames=frames)
+            except Deterministic as error:
+                logger.warning(
+                    "the batch of step %d is refused so far: %s", step_id, error
+                )  # TrainStep tells it
 
     async def _train_step(self, message: TrainStep) -> Trained:
         step_id = message.step_id

@@ -47,6 +47,11 @@ class _TrainStep(_Request):
     frames: list[bytes]
 
 
+class _Stream(_Request):
+    step_id: int
+    frames: list[bytes]
+
+
 class _Snapshot(_Request):
     version: int
     canary: list[int]
@@ -72,7 +77,9 @@ class _Close(_Request):
     pass
 
 
-_decoder = msgspec.msgpack.Decoder(_TrainStep | _Snapshot | _Score | _Weights | _Save | _Load | _Close)
+_decoder = msgspec.msgpack.Decoder(
+    _TrainStep | _Stream | _Snapshot | _Score | _Weights | _Save | _Load | _Close
+)
 
 
 class Process(Protocol):
@@ -182,6 +189,11 @@ class TrainerGroup:
             step_id=step_id, version=version, verify_share=verify_share, frames=frames
         )
 
+    def stream(self, *, step_id: int, frames: Sequence[bytes]) -> int:
+        """As ``Trainer.stream``."""
+        self._say(_Stream(step_id, [bytes(frame) for frame in frames]))
+        return self._trainer.stream(step_id=step_id, frames=frames)
+
     def score(self, ids: Sequence[int]) -> list[float]:
         """As ``Trainer.score``."""
         self._say(_Score(list(ids)))
@@ -262,6 +274,8 @@ def _carry_out(trainer: Trainer, request: _Request) -> None:
                 verify_share=request.verify_share,
                 frames=request.frames,
             )
+        case _Stream():
+            trainer.stream(step_id=request.step_id, frames=request.frames)
         case _Snapshot():
             trainer.snapshot(request.version, request.canary)
         case _Score():
