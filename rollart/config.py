@@ -282,10 +282,15 @@ class Trainer(Section, frozen=True, kw_only=True):
     """train_steps between checkpoints; 0: only after the last step."""
     keep_checkpoints: PositiveInt | None = None
     """Older ones are removed; by default 2 stay."""
+    keep_best: bool = False
+    """Besides them the best one stays: by the last held-out success where evaluations are made during the run
+    (``evaluation.every``), else by the success of the batch."""
 
     def __post_init__(self) -> None:
         if self.keep_checkpoints is not None and not self.checkpoint_every:
             raise ValueError("keep_checkpoints does nothing while checkpoint_every is 0")
+        if self.keep_best and not self.checkpoint_every:
+            raise ValueError("keep_best does nothing while checkpoint_every is 0")
         if self.stream_batch and self.minibatches > 1:
             raise ValueError(
                 "stream_batch makes one optimiser step of the whole batch: it needs minibatches: 1"

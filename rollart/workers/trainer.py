@@ -1,8 +1,8 @@
 """The trainer worker: Megatron-core behind the wire protocol.
 
 All computing happens in one thread, so that requests are served one after the other and beats go on
-meanwhile.  Writing weights into the store happens in a second thread, from a copy: training does not wait
-for it.
+meanwhile.  Writing weights into the store, and checkpoints into files, happens in threads of its own, from a
+copy: training does not wait for it.
 """
 
 from __future__ import annotations
@@ -72,6 +72,8 @@ class TrainerWorker(Worker):
         self._publishing = asyncio.Lock()
         self._compute_thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._store_thread = ThreadPoolExecutor(1, thread_name_prefix="store", initializer=_one_thread)
+        self._checkpoint_thread = ThreadPoolExecutor(1, thread_name_prefix="save", initializer=_one_thread)
+        self._saving = asyncio.Lock()
         ready = await self._compute(self._build)
         self._watching = asyncio.ensure_future(self._watch())
         return ready
@@ -98,6 +100,7 @@ class TrainerWorker(Worker):
             await self._in_store_thread(self._store.close)
         self._compute_thread.shutdown(cancel_futures=True)
         self._store_thread.shutdown(cancel_futures=True)
+        self._checkpoint_thread.shutdown(cancel_futures=True)
 
     async def serve(self, message: ToWorker, payload: Sequence[bytes]) -> Message | None:
         """One request of the training part of the protocol."""
@@ -119,9 +122,9 @@ class TrainerWorker(Worker):
                 }
                 await self._in_store_thread(lambda: self._store.collect(below))
                 return Done(seq)
-            case SaveCheckpoint(seq=seq, path=path, keep=keep):
-                await self._compute(lambda: self._trainer.save_checkpoint(Path(path), keep=keep))
-                return Done(seq)
+            case SaveCheckpoint():
+                await self._save(message)
+                return Done(message.seq)
             case Export(seq=seq, path=path):
                 await self._compute(lambda: self._trainer.export(Path(path)))
                 return Done(seq)
@@ -164,6 +167,17 @@ class TrainerWorker(Worker):
         result = await self._compute(train)
         self._parts.drop(step_id)
         return Trained(message.seq, result.step_id, result.version, result.skipped, result.metrics)
+
+    async def _save(self, message: SaveCheckpoint) -> None:
+        """Training goes on while the files are written, from a copy."""
+        path, trainer = Path(message.path), self._trainer
+        async with self._saving:
+            write = await self._compute(lambda: trainer.begin_checkpoint(path, score=message.score))
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._checkpoint_thread, write)
+            await self._compute(
+                lambda: trainer.finish_checkpoint(path, keep=message.keep, keep_best=message.keep_best)
+            )
 
     def _keep_batch(self, step_id: int, frames: Sequence[bytes]) -> None:
         path = batch_path(self.welcome.run_dir, step_id)

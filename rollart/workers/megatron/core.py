@@ -108,6 +108,7 @@ class Trainer:
         )
         self._answers: OrderedDict[int, StepResult] = OrderedDict()
         self._stream: _Stream | None = None
+        self._writing: checkpoint.Writing | None = None
 
     @property
     def parameter_count(self) -> int:
@@ -116,6 +117,8 @@ class Trainer:
 
     def close(self) -> None:
         """Leave the process groups; the trainer can't be used afterwards."""
+        if self._writing is not None:
+            self._writing.abandon()
         leave_parallel()
 
     # --- training -------------------------------------------------------------------------------------
@@ -419,11 +422,29 @@ class Trainer:
         ``FileExistsError`` when ``path`` is there and holds anything else.  With ``keep``, only so many of
         the checkpoints beside it stay, this one and the newest of the older ones.
         """
+        self.begin_checkpoint(path)()
+        self.finish_checkpoint(path, keep=keep)
+
+    def begin_checkpoint(self, path: Path, *, score: float | None = None) -> Callable[[], None]:
+        """Copy what ``save_checkpoint`` would write; the call that writes it, for any thread.
+
+        Training may go on before that is done and ``finish_checkpoint`` makes the checkpoint appear.
+        """
         self.optimizer.require_whole()
-        if self.will_save(path):
-            checkpoint.save(path, self.model, self.optimizer, self.version, self.last_step, self.ranks)
+        if not self.will_save(path):
+            return lambda: None
+        told = msgspec.to_builtins(self.last_step) if self.last_step is not None else None
+        record = checkpoint.Record(checkpoint.FORMAT, self.version, str(self.model.architecture), told, score)
+        self._writing = checkpoint.Writing(path, self.model, self.optimizer, record, self.ranks)
+        return self._writing.write
+
+    def finish_checkpoint(self, path: Path, *, keep: int | None = None, keep_best: bool = False) -> None:
+        """The checkpoint that was begun is written by all: make it appear, and remove older ones."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            writing.finish()
         if keep is not None and self.ranks.rank == 0:
-            checkpoint.remove_older(path, keep)
+            checkpoint.remove_older(path, keep, keep_best=keep_best)
 
     def will_save(self, path: Path) -> bool:
         """Whether ``save_checkpoint`` writes; ``FileExistsError`` when ``path`` is there and holds anything else."""
