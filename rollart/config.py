@@ -340,6 +340,9 @@ class Trainer(Section, frozen=True, kw_only=True):
     clip_grad_norm: PositiveFloat = 1.0
     minibatches: PositiveInt = 1
     """Optimiser steps a train_step makes, each on a share of the groups."""
+    stream_batch: bool = False
+    """Compute the gradients of groups as they arrive, and make the step when the batch is whole, instead of waiting
+    for it: the same gradient, within rounding."""
     micro_batch_sequences: PositiveInt | None = None
     """Trajectories side by side in a forward pass, padded to the longest; by default 16."""
     micro_batch_tokens: PositiveInt | None = None
@@ -369,10 +372,19 @@ class Trainer(Section, frozen=True, kw_only=True):
     """train_steps between checkpoints; 0: only after the last step."""
     keep_checkpoints: PositiveInt | None = None
     """Older ones are removed; by default 2 stay."""
+    keep_best: bool = False
+    """Besides them the best one stays: by the last held-out success where evaluations are made during the run
+    (``evaluation.every``), else by the success of the batch."""
 
     def __post_init__(self) -> None:
         if self.keep_checkpoints is not None and not self.checkpoint_every:
             raise ValueError("keep_checkpoints does nothing while checkpoint_every is 0")
+        if self.keep_best and not self.checkpoint_every:
+            raise ValueError("keep_best does nothing while checkpoint_every is 0")
+        if self.stream_batch and self.minibatches > 1:
+            raise ValueError(
+                "stream_batch makes one optimiser step of the whole batch: it needs minibatches: 1"
+            )
         if self.micro_batch_tokens is not None and self.micro_batch_sequences is not None:
             raise ValueError("give either micro_batch_sequences (padded) or micro_batch_tokens (packed)")
         if self.data_parallel % self.expert_parallel:
@@ -664,6 +676,11 @@ class Config(Section, frozen=True, kw_only=True):
             )
 
         for each in [self.algorithm, *(task.algorithm for task in self.tasks if task.algorithm)]:
+            if self.trainer.stream_batch and each.needs_whole_batch:
+                raise ValueError(
+                    f"trainer.stream_batch can't be with algorithm.advantage: {each.advantage}, which is normalised "
+                    "over the whole batch"
+                )
             if self.trainer.context_parallel > 1 and each.loss in (Loss.GSPO, Loss.TOPR):
                 raise ValueError(
                     f"algorithm.loss: {each.loss} needs the ratio of whole trajectories, which "

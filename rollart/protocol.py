@@ -506,6 +506,8 @@ class Collect(Message):
 class SaveCheckpoint(Message):
     """Write a checkpoint into ``path``, atomically; when it is durably there, remove the oldest ones beside it.
 
+    It has the state of when the request came: later requests are served while it is written.
+
     The names of checkpoints in a folder sort by age.  Answer: ``Done``.
     """
 
@@ -513,6 +515,10 @@ class SaveCheckpoint(Message):
     path: str
     keep: int
     """Of those up to this one, so many stay; newer ones are left alone."""
+    keep_best: bool = False
+    """Besides them the one with the highest score stays."""
+    score: float | None = None
+    """How good the weights are, as far as it is known."""
 
 
 class Export(Message):

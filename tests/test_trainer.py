@@ -633,6 +633,34 @@ def test_older_checkpoints_go_and_nothing_else_does(tmp_path: Path) -> None:
     assert left == {path.name for path in tmp_path.iterdir()}
 
 
+def test_training_goes_on_while_a_checkpoint_is_written(make: Make, folder: Path, tmp_path: Path) -> None:
+    """It has the state of its beginning, whatever is trained before it is there."""
+    config = make_config(trainer=TrainerConfig(learning_rate=1e-2))
+    batches = [make_groups(reference_model(folder), config, version=version) for version in range(2)]
+    first, second = make(config), make(config)
+    write = first.begin_checkpoint(tmp_path / "checkpoint", score=0.5)
+    expected = [step(first, batch).metrics["loss"] for batch in batches]
+    assert list(tmp_path.glob("checkpoint")) == []
+    write()
+    first.finish_checkpoint(tmp_path / "checkpoint")
+    second.load_checkpoint(tmp_path / "checkpoint")
+    assert second.version == 0
+    assert [step(second, batch).metrics["loss"] for batch in batches] == expected
+    first.begin_checkpoint(tmp_path / "never finished")
+    first._writing.abandon()  # type: ignore[union-attr]  # as its end does
+    first._writing = None
+    assert [each.name for each in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_the_best_checkpoint_stays(make: Make, tmp_path: Path) -> None:
+    trainer = make()
+    for number, score in enumerate([0.1, 0.7, None, 0.3, 0.2]):
+        path = tmp_path / f"step-{number}"
+        trainer.begin_checkpoint(path, score=score)()
+        trainer.finish_checkpoint(path, keep=2, keep_best=True)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["step-1", "step-3", "step-4"]
+
+
 def test_what_is_no_checkpoint_of_the_model_is_refused(
     make: Make, folders: dict[str, Path], tmp_path: Path
 ) -> None:
