@@ -433,7 +433,9 @@ class Inference(Section, frozen=True, kw_only=True):
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] | None = None
     """Only on GPU engines; vLLM's default otherwise."""
     threads: PositiveInt = 1
-    """CPU threads of an engine."""
+    """CPU threads of an engine, or of each of its processes."""
+    tensor_parallel: PositiveInt = 1
+    """Processes that an engine's model is divided over; each loads only its slices of new weights."""
     max_requests: PositiveInt | None = None
     """Requests a worker is given at once, those that wait in its engine included; others wait in the controller, each
     trajectory with its own.  By default four times max_num_seqs."""
@@ -453,6 +455,8 @@ class Inference(Section, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not self.pools:
             return
+        if self.tensor_parallel > 1 and any(pool.slowdown > 1 for pool in self.pools):
+            raise ValueError("pools.slowdown does nothing for an engine of several processes (tensor_parallel)")
         total = sum(pool.workers for pool in self.pools)
         if self.workers not in (1, total):
             raise ValueError(f"workers is {self.workers} and the pools have {total}: leave workers out")

@@ -56,6 +56,8 @@ SCRATCH_VARIABLE = "ROLLART_ENGINE_SCRATCH"
 """Tells the engine's process its folder of temporary files, which it removes when its worker was killed."""
 SLOWDOWN_VARIABLE = "ROLLART_ENGINE_SLOWDOWN"
 """Tells the engine's process how many times as long a step shall take, to stand for slower hardware."""
+RANKS_END_S = 5.0
+"""For the processes of an engine to end by themselves."""
 MAX_SOCKET_PATH = 107
 MAX_NAME = 40
 """Characters of the scratch folder's name, and of a socket's in it, at most."""
@@ -131,13 +133,17 @@ class VllmEngine:
         return engine
 
     async def close(self) -> None:
-        """Kill the engine's process: it holds nothing that the seconds of a gentler end would save."""
+        """Kill the engine's process: it holds nothing that the seconds of a gentler end would save.
+
+        One that is divided over processes is given the time to remove the memory that they share.
+        """
         handler = self._llm.output_handler
         if handler is not None:  # it would take the end for a failure
             handler.cancel()
             await asyncio.wait({handler})
         logging.getLogger("vllm.v1.utils").setLevel(logging.ERROR)  # it warns of the process that it kills
-        await asyncio.to_thread(self._llm.shutdown, timeout=0)
+        ranks = self._llm.vllm_config.parallel_config.tensor_parallel_size
+        await asyncio.to_thread(self._llm.shutdown, timeout=RANKS_END_S if ranks > 1 else 0)
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     @property
@@ -385,7 +391,7 @@ def _start_vllm(model_dir: str, settings: Inference, seed: int, on_cpu: bool, si
     from vllm.config import WeightTransferConfig
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from rollart.workers.vllm_weights import BACKEND, StoreExecutor
+    from rollart.workers.vllm_weights import BACKEND, StoreExecutor, StoreRanksExecutor
 
     options: dict[str, Any] = connector_options(on_cpu=on_cpu, silence_s=silence_s) if settings.splits else {}
     cache_gib = settings.kv_cache_gib
@@ -412,7 +418,8 @@ def _start_vllm(model_dir: str, settings: Inference, seed: int, on_cpu: bool, si
         disable_log_stats=True,
         seed=seed,
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
-        distributed_executor_backend=StoreExecutor,
+        tensor_parallel_size=settings.tensor_parallel,
+        distributed_executor_backend=StoreExecutor if settings.tensor_parallel == 1 else StoreRanksExecutor,
         **options,
     )
     return AsyncLLM.from_engine_args(arguments)

@@ -32,13 +32,14 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from rollart.weights.mapped import open_weights
 from rollart.weights.tensors import tensors_of
 from rollart.workers.vllm_engine import SCRATCH_VARIABLE, SLOWDOWN_VARIABLE
 
-__all__ = ["BACKEND", "StoreExecutor", "StoreTransfer"]
+__all__ = ["BACKEND", "StoreExecutor", "StoreRanksExecutor", "StoreTransfer"]
 
 BACKEND = "rollart_store"
 """The backend's name in vLLM's ``WeightTransferConfig``."""
@@ -134,6 +135,14 @@ class StoreExecutor(UniProcExecutor):
         if self._slowdown > 1:
             time.sleep((self._slowdown - 1) * (time.perf_counter() - started))
         return output
+
+
+class StoreRanksExecutor(MultiprocExecutor):
+    """Runs a part of the model in each of several processes, which end when the engine process does."""
+
+    def _init_executor(self) -> None:
+        end_with_parent()
+        super()._init_executor()
 
 
 def end_with_parent() -> None:
