@@ -46,6 +46,7 @@ async def test_a_cluster_calls_the_methods_in_the_workers_of_its_run(tmp_path: P
 
     run.controller.switchboard.lose(run.controller.switchboard.links["inference-0"], "the test says so")
     assert await actors.where(tag_name="Count") == "H20"
+    assert resources.view() == {"H800": [], "H20": names[1:]}
     run.controller.interrupt()
     assert await running is Outcome.INTERRUPTED
     assert resources.view() == {}

@@ -36,10 +36,7 @@ class ClusterCalls:
 
     def view(self) -> dict[str, list[str]]:
         """Of each hardware class, the ready inference workers."""
-        found: dict[str, list[str]] = {name: [] for name in self._proxy.orders.classes}
-        for link in self._switchboard.of(Role.INFERENCE):
-            found.setdefault(link.hello.hardware_class, []).append(link.name)
-        return {name: sorted(workers) for name, workers in found.items()}
+        return self._proxy.resources.ready
 
     async def call(
         self,

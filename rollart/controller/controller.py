@@ -363,6 +363,9 @@ class Controller:
             )
         )
         self._joined.set()
+        if link.role is Role.INFERENCE:
+            ready = link.state is LinkState.READY
+            self.resources.changed(link.name, link.hello.hardware_class, ready=ready)
         if link.state is LinkState.GONE:
             self._on_loss(link, reason)
         elif link.state is LinkState.READY and link.role is Role.INFERENCE:

@@ -60,7 +60,7 @@ class LLMProxy:
         self._run = run
         self._tasks = [task.name for task in config.tasks]
         self._switchboard = switchboard
-        self._resources = resources
+        self.resources = resources
         self._inference = config.inference
         self._apart = config.inference.disaggregation
         self._profiling = self.orders.auto or (self._apart is not None and self._apart.min_answer_tokens > 0)
@@ -103,7 +103,7 @@ class LLMProxy:
                 -1,
                 0,
                 hardware=link.hello.hardware_class,
-                phase=self._resources.pool_of(link.name, link.hello.hardware_class).phase,
+                phase=self.resources.pool_of(link.name, link.hello.hardware_class).phase,
                 most_requests=self._inference.most_requests,
                 most_tokens=self._inference.max_tokens_in_flight or NO_BOUND,
             ),

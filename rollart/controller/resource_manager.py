@@ -15,11 +15,12 @@ HARDWARE_CLASS = "CPU"
 
 
 class ResourceManager:
-    """The placement of a run on this machine."""
+    """The placement of a run on this machine, and the live view of its pools."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._orders = Orders(config.inference)
+        self._ready: dict[str, str] = {}
 
     def placements(self) -> list[Placement]:
         """Every worker, the slowest to start first."""
@@ -70,6 +71,21 @@ class ResourceManager:
         """The pool that an inference worker of that name and class belongs to."""
         _, _, number = worker.rpartition("-")
         return self._config.inference.pool_of(int(number) if number.isdecimal() else None, hardware)
+
+    def changed(self, worker: str, hardware: str, *, ready: bool) -> None:
+        """An inference worker became ready, or is gone."""
+        if ready:
+            self._ready[worker] = hardware
+        else:
+            self._ready.pop(worker, None)
+
+    @property
+    def ready(self) -> dict[str, list[str]]:
+        """Of each hardware class, the inference workers that are ready now, by name."""
+        found: dict[str, list[str]] = {name: [] for name in self._orders.classes}
+        for worker, hardware in sorted(self._ready.items()):
+            found.setdefault(hardware, []).append(worker)
+        return found
 
     def explain(self) -> str:
         """The placement as a person reads it, a line a worker, and what goes where."""
