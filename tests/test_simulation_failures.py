@@ -306,7 +306,13 @@ def test_control_is_not_queued_behind_data(heard: list[tuple[float, str, Any]]) 
         long,
         token_s=0.3,
         rollout={"groups_per_batch": 8, "group_size": 8, "update_at": "publish", "staleness_bound": 3},
-        inference={**MINIMAL["inference"], "workers": 1, "max_num_seqs": 2, "generate_timeout_s": 4000.0},
+        inference={
+            **MINIMAL["inference"],
+            "workers": 1,
+            "max_num_seqs": 2,
+            "max_requests": 100,
+            "generate_timeout_s": 4000.0,
+        },
         steps=3,
     )
     result = outcome(setup)
