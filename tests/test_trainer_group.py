@@ -133,6 +133,22 @@ def test_a_refusal_leaves_the_group_as_it_was(opened: Open, folders: dict[str, P
     assert again.version == 1
 
 
+def test_a_batch_streams_into_two_processes(opened: Open, folders: dict[str, Path]) -> None:
+    options = msgspec.structs.replace(LINEAR, data_parallel=2, distributed_optimizer=True, stream_batch=True)
+    config = make_config(trainer=options)
+    frames = frames_of(make_groups(reference_model(folders["qwen3"]), config, groups=3, noise=0.2))
+    found = []
+    for streams in (False, True):
+        trainer = opened(config, folders["qwen3"])
+        if streams:
+            assert [trainer.stream(step_id=0, frames=frames[:known]) for known in (1, 2)] == [1, 2]
+        result = trainer.train_step(step_id=0, version=0, verify_share=0.0, frames=frames)
+        found.append((result.metrics["loss"], result.metrics["grad_norm"], whole(trainer)))
+    (loss, norm, weights), (loss2, norm2, weights2) = found
+    assert (loss2, norm2) == pytest.approx((loss, norm), rel=1e-4)
+    assert all(torch.allclose(weights2[name], weights[name], atol=1e-5) for name in weights)
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
