@@ -234,11 +234,13 @@ async def test_an_agent_that_never_called_has_failed(tmp_path: Path) -> None:
         await run.run(play)
 
 
-async def test_what_the_machinery_breaks_begins_again(tmp_path: Path) -> None:
-    """A sandbox that is gone, an engine that fails, an agent that hangs: a new attempt, under a new key."""
+def new_attempts(run: AgentRun) -> Counter[str]:
+    return Counter(e.reason for e in run.events if isinstance(e, events.Moved) and e.after == "pending")
+
+
+async def test_an_engine_that_fails_a_call_costs_the_attempt(tmp_path: Path) -> None:
     failures = iter([RuntimeError("out of memory")] * 24)  # more than the tries of all calls at a time
     keys = set()
-    out_of_time = asyncio.Event()
 
     def generate_s() -> float:
         failure = next(failures, None)
@@ -248,10 +250,24 @@ async def test_what_the_machinery_breaks_begins_again(tmp_path: Path) -> None:
 
     async def play(episode: Episode) -> float:
         keys.add(episode.api_key)
+        return await one_call(episode)
+
+    run = AgentRun(agent_config(steps=2, environments={"backoff_s": 0}), tmp_path / "run")
+    run.script.generate_s = generate_s
+    assert await run.run(play) is Outcome.SUCCESS
+    run.check()
+    assert set(new_attempts(run)) == {"generation_error"}
+    assert len(keys) == len(Hooks.seen), "each attempt has a key of its own"
+
+
+async def test_an_agent_that_hangs_or_lost_its_sandbox_begins_again(tmp_path: Path) -> None:
+    out_of_time = asyncio.Event()
+
+    async def play(episode: Episode) -> float:
         number = len(Hooks.seen)
-        if number == 2:
+        if number == 1:
             raise Unavailable("the sandbox died")
-        if number == 3:
+        if number == 2:
             try:
                 await asyncio.sleep(60)
             finally:
@@ -260,13 +276,11 @@ async def test_what_the_machinery_breaks_begins_again(tmp_path: Path) -> None:
         await out_of_time.wait()
         return score
 
-    run = AgentRun(agent_config(steps=2, task={"episode_timeout_s": 1.0}), tmp_path / "run")
-    run.script.generate_s = generate_s
+    run = AgentRun(agent_config(steps=1, task={"episode_timeout_s": 2.0}), tmp_path / "run")
     assert await run.run(play) is Outcome.SUCCESS
     run.check()
-    again = Counter(e.reason for e in run.events if isinstance(e, events.Moved) and e.after == "pending")
-    assert again["generation_error"] >= 1 and again["env_error"] == 1 and again["env_timeout"] >= 1
-    assert len(keys) == len(Hooks.seen)
+    again = new_attempts(run)
+    assert again["env_error"] == 1 and again["env_timeout"] >= 1
 
 
 async def test_a_call_that_an_agent_does_not_wait_for_is_as_if_it_had_not_been(tmp_path: Path) -> None:

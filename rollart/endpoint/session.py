@@ -173,9 +173,10 @@ class Session:
             created=int(self._unix_time()),
         )
         trajectory.generated(generated.ids, generated.logprobs, generated.versions)
-        tokens = prompt.tokens + len(generated.ids) // ID_BYTES
-        self._recording.answered(call, prompt, completion.message, tokens, raw)
-        self._sampled(trajectory, Answer(generated, answer.worker, answer.routed_version))
+        count = len(generated.ids) // ID_BYTES
+        self._recording.answered(call, prompt, completion.message, prompt.tokens + count, raw)
+        answer.generated, answer.kept_tokens = generated, min(answer.kept_tokens, count)
+        self._sampled(trajectory, answer)
         self._require_live()
         return completion
 
