@@ -65,7 +65,7 @@ def tables(report: Row) -> dict[str, str]:
     """Markdown by name, for the docs."""
     lines = [heading(["aim", "found", "target", "holds"], text=1)]
     lines += [
-        f"| {row['aim']} | {figure(row['found'])} | {row['target']} | {'yes' if row['holds'] else 'NO'} |"
+        f"| {row['aim']} | {_found(row['found'])} | {row['target']} | {'yes' if row['holds'] else 'NO'} |"
         for row in targets(report)
     ]
     columns = [
@@ -115,6 +115,10 @@ def tables(report: Row) -> dict[str, str]:
         "fan_in": "\n".join(fan),
         "simulated": "\n".join(sim),
     }
+
+
+def _found(value: float) -> str:
+    return f"{value:.3f}" if value < 10 else figure(value)
 
 
 def main(arguments: list[str] | None = None) -> int:

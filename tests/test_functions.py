@@ -228,7 +228,7 @@ def test_scaling_pays_for_what_is_used() -> None:
     means, limits = Means(busy_s=0.1, cold_s=0.02, calls=1, starts=1), Limits(most=16)
 
     def load(waiting: int, running: int, instances: int) -> int:
-        return further(Load(waiting=waiting, running=running, instances=instances, starting=0), limits, means)
+        return further(Load(waiting=waiting, running=running, instances=instances), limits, means)
 
     assert load(0, 0, 0) == 0
     assert load(1, 0, 0) == 1
@@ -236,7 +236,7 @@ def test_scaling_pays_for_what_is_used() -> None:
     assert load(1, 1, 1) == 0
     assert load(1000, 0, 0) == 16
     assert load(1000, 16, 16) == 0
-    assert further(Load(waiting=0, running=0, instances=0, starting=0), Limits(least=2), means) == 2
+    assert further(Load(waiting=0, running=0, instances=0), Limits(least=2), means) == 2
     assert patience_s(limits, means, 0) == 0.02 and patience_s(Limits(idle_s=3.0), means, 0) == 3.0
     for second in range(20):
         means.arrived(second * 0.015)

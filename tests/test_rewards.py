@@ -21,6 +21,7 @@ from rollart.controller.preflight import resolve_rewards
 from rollart.controller.signatures import AlibabaKeys, AwsKeys, sign_alibaba, sign_aws
 from rollart.errors import ConfigError, RunError
 from rollart.launch.functions import LocalFunctions, local_rewards
+from rollart.packing import unpack_floats
 from rollart.rewards import Score, TrajectoryView, TurnView
 from rollart.rewards.payload import Result, WrongScore, checked, result_of
 from rollart.simulation.run import simulate
@@ -52,6 +53,7 @@ async def test_the_functions_score_is_what_is_trained_on(tmp_path: Path) -> None
     run = await run_of(scored_by(function("turns", options={"bonus": 0.5})), tmp_path, script)
     for sample in (s for batch in script.batches for group in batch for s in group.samples):
         assert sample.reward == 1.5 * sum(sample.mask), "one token a turn"
+        assert unpack_floats(sample.turn_rewards) == [1.5] * sum(sample.mask)
     rows = run.rows
     assert all(row["success_rate"] == 1.0 for row in rows)
     assert sum(row["reward/Count/scored"] for row in rows) >= 12
@@ -69,6 +71,8 @@ async def test_weighted_scores_are_summed_and_their_parts_are_told(tmp_path: Pat
     run = await run_of(scored_by(reward), tmp_path, script)
     samples = [s for batch in script.batches for group in batch for s in group.samples]
     assert {sample.reward for sample in samples} == {0.25}
+    # What has no turns of its own (last) comes with the last turn, as the trainer has it.
+    assert {unpack_floats(s.turn_rewards)[0] - 0.25 for s in samples} <= {0.0, 1.0}
     assert run.rows[0]["reward/Count/part/turns_mean"] == 1.0
 
 
@@ -155,7 +159,7 @@ async def test_a_redundant_member_that_is_being_scored_is_stopped_at_once(tmp_pa
 
 async def test_a_run_scores_through_the_local_host_over_http(tmp_path: Path) -> None:
     """And when the host dies in mid-run, no trajectory is lost for it."""
-    config = scored_by({"function": "tests.reward_functions:turns", "max_instances": 2}, steps=6)
+    config = scored_by({"function": "tests.reward_functions:turns", "max_instances": 2, "retries": 12}, steps=6)
     host = LocalFunctions(local_rewards(config), tmp_path, tmp_path)
     await host.start()
     try:

@@ -19,6 +19,7 @@ import msgspec
 
 from rollart import __version__
 from rollart.config import Config
+from rollart.config_rewards import LOCAL
 from rollart.controller import events
 from rollart.controller.cluster_calls import ClusterCalls
 from rollart.controller.llm_proxy import LLMProxy
@@ -39,7 +40,7 @@ from rollart.controller.trajectory import Reason
 from rollart.controller.transport import Transport
 from rollart.controller.weight_sync import WeightSync, canary_prompt
 from rollart.declare import Cluster
-from rollart.errors import RunError
+from rollart.errors import ConfigError, RunError
 from rollart.launch.local import Placement, WorkerExit
 from rollart.protocol import Role, Welcome
 
@@ -125,6 +126,11 @@ class Controller:
         self._launch = launch
         self._progress = progress
         self._vocabulary_size = vocabulary_size
+        local = [task.name for task in config.tasks for reward in task.rewards if reward.where == LOCAL]
+        if local and functions is None and rewards is None:
+            raise ConfigError(
+                f"task {local[0]}: its reward is local, and there is no function host (functions=)"
+            )
         self._own_rewards = rewards
         self._functions = functions
         self._rewards: Rewards

@@ -11,7 +11,7 @@ __all__ = ["Record"]
 class Record:
     """The texts of one attempt, as its environment worker read and wrote them: nothing is decoded here."""
 
-    __slots__ = ("info", "last", "reference", "started", "turn_rewards", "turns")
+    __slots__ = ("info", "last", "reference", "started", "turns")
 
     def __init__(self) -> None:
         self.started = False
@@ -20,8 +20,6 @@ class Record:
         self.turns: list[TurnView] = []
         self.reference = ""
         self.info: dict[str, float] = {}
-        self.turn_rewards: list[float] | None = None
-        """Of a reward function that gives one for each turn."""
 
     def observed(self, seen: Observation) -> None:
         """The environment answered a reset or a step."""

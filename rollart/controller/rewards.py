@@ -20,6 +20,7 @@ from rollart.controller.reward_groups import GroupCalls, Members
 from rollart.controller.reward_views import view_of
 from rollart.controller.trajectory import Kind, Reason, Trajectory
 from rollart.errors import RunError
+from rollart.packing import pack_floats
 from rollart.rewards.payload import Request, Result, WrongScore, checked
 from rollart.rewards.view import TrajectoryView
 
@@ -156,7 +157,7 @@ class RewardClient(OwnRewards):
 
     def _note(self, trajectory: Trajectory, parts: Sequence[_Part], results: Sequence[Result]) -> None:
         """What a structured score says beside the score itself."""
-        stats, record = self._stats[trajectory.task], trajectory.record
+        stats = self._stats[trajectory.task]
         turns: list[float] | None = None
         for part, result in zip(parts, results, strict=True):
             if len(parts) > 1:
@@ -168,8 +169,8 @@ class RewardClient(OwnRewards):
             if result.turns is not None:
                 turns = turns or [0.0] * len(result.turns)
                 turns = [a + part.reward.weight * b for a, b in zip(turns, result.turns, strict=True)]
-        if record is not None:
-            record.turn_rewards = turns
+        # What the environment gave for its turns is no part of this score, unless a function says so.
+        trajectory.turn_rewards = pack_floats(turns) if turns else b""
 
     def take_row(self) -> Row:
         """Of each task with reward functions: calls, failures by kind, latency, cold starts (docs/metrics.md)."""

@@ -94,7 +94,6 @@ class SimFunctions:
             waiting=sum(not place.done() for place in self._waiting),
             running=len(self._instances) - len(self._resting),
             instances=live,
-            starting=len(self._starting),
         )
         for _ in range(further(load, self._limits, self._means)):
             self._start()

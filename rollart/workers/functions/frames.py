@@ -9,10 +9,13 @@ import struct
 from collections.abc import Callable
 from typing import cast
 
-__all__ = ["FrameProtocol", "receive", "send"]
+__all__ = ["READY", "FrameProtocol", "receive", "send"]
 
 HEAD = struct.Struct("<QQ")
 """Number of the call, bytes that follow.  From the host an empty frame cancels that call."""
+
+READY = 0
+"""The number of an instance's first frame, which says that it can serve; no call has it."""
 
 
 def send(connection: socket.socket, number: int, body: bytes) -> None:

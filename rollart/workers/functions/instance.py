@@ -16,7 +16,7 @@ import msgspec
 from rollart.rewards.loading import RewardFunction
 from rollart.rewards.payload import Request, Result
 from rollart.rewards.view import Unavailable
-from rollart.workers.functions.frames import receive, send
+from rollart.workers.functions.frames import READY, receive, send
 
 __all__ = ["Outcome", "serve"]
 
@@ -42,6 +42,7 @@ def serve(connection: socket.socket, function: RewardFunction, calls: int) -> No
     """Serve ``calls`` at the same time."""
     random.seed(os.urandom(16))  # instances of one template must not draw the same
     sys.stdin = open(os.devnull)  # noqa: PTH123, SIM115  # the instance's for its whole life
+    send(connection, READY, b"")
     if function.is_async:
         asyncio.run(_serve_async(connection, function))
     elif calls == 1:

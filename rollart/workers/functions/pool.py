@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from rollart.workers.functions.frames import FrameProtocol
+from rollart.workers.functions.frames import READY, FrameProtocol
 from rollart.workers.functions.instance import Outcome
 from rollart.workers.functions.scaling import Limits, Load, Means, further, patience_s
 from rollart.workers.functions.template import MESSAGE, THREAD_VARIABLES
@@ -67,14 +67,24 @@ class _Call:
 class _Instance:
     """One process."""
 
-    __slots__ = ("calls", "closing", "fresh_s", "idle_timer", "number", "pid", "protocol", "started_at")
+    __slots__ = (
+        "calls",
+        "closing",
+        "fresh_s",
+        "idle_timer",
+        "number",
+        "pid",
+        "protocol",
+        "ready",
+        "started_at",
+    )
 
     def __init__(self, number: int, now: float) -> None:
         self.number = number
         self.started_at = now
         self.pid = 0
         self.protocol: FrameProtocol | None = None
-        """``None`` while it starts."""
+        self.ready = False
         self.calls: dict[int, _Call] = {}
         self.closing = False
         self.fresh_s = 0.0
@@ -149,7 +159,7 @@ class Pool:
         """Hand out calls, start what is worth it."""
         limits = self.function.limits
         for instance in self._instances.values():
-            while self._waiting and instance.protocol is not None and not instance.closing:
+            while self._waiting and instance.ready and not instance.closing:
                 if len(instance.calls) >= limits.calls_each:
                     break
                 self._hand(instance, self._waiting.popleft())
@@ -158,7 +168,6 @@ class Pool:
             waiting=len(self._waiting),
             running=sum(len(instance.calls) for instance in live),
             instances=len(live),
-            starting=sum(instance.protocol is None for instance in live),
         )
         for _ in range(0 if self._closed else further(load, limits, self.means)):
             self._start()
@@ -175,6 +184,9 @@ class Pool:
         instance.protocol.send(call.number, call.body)
 
     def _answered(self, instance: _Instance, number: int, body: bytes) -> None:
+        if number == READY:
+            self._ready(instance)
+            return
         call = instance.calls.pop(number, None)
         if call is not None:
             outcome = _outcome.decode(body)
@@ -221,15 +233,20 @@ class Pool:
         protocol = FrameProtocol(
             lambda call, body: self._answered(instance, call, body), lambda: self._ended(instance)
         )
+        instance.protocol = protocol  # it may be ready before the task below goes on
         self._loop.create_task(self._connect(instance, protocol, connection), name=f"instance {number}")
 
     async def _connect(self, instance: _Instance, protocol: FrameProtocol, connection: socket.socket) -> None:
         connection.setblocking(False)
         await self._loop.connect_accepted_socket(lambda: protocol, connection)
-        instance.protocol = protocol
         if instance.closing:
             protocol.close()
+
+    def _ready(self, instance: _Instance) -> None:
+        """The instance can serve: only now has it started."""
+        if instance.closing:
             return
+        instance.ready = True
         instance.fresh_s = self._loop.time() - instance.started_at
         self.means.started(instance.fresh_s)
         self._settle(instance)

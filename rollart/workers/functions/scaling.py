@@ -73,7 +73,6 @@ class Load(msgspec.Struct, frozen=True):
     """Calls in instances."""
     instances: int
     """Those that start included."""
-    starting: int
 
 
 def further(load: Load, limits: Limits, means: Means) -> int:
