@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 from typing import Annotated, Any
 
+import msgspec
 from msgspec import Meta
 
 from rollart.config_algorithm import Algorithm, Loss
@@ -580,6 +581,12 @@ class Config(Section, frozen=True, kw_only=True):
                 f"trainer.warmup_optimizer_steps ({self.trainer.warmup_optimizer_steps}) must be below the run's "
                 f"{self.optimizer_steps} optimiser steps (steps × trainer.minibatches)"
             )
+
+    def sampling_of(self, task: Task) -> Sampling:
+        """``sampling`` with what ``task`` has otherwise."""
+        own = {field: getattr(task.sampling, field) for field in task.sampling.__struct_fields__}
+        changed = {field: value for field, value in own.items() if value is not None}
+        return msgspec.structs.replace(self.sampling, **changed) if changed else self.sampling
 
     @property
     def optimizer_steps(self) -> int:

@@ -42,7 +42,8 @@ class Gymnasium(Environment):
     ) -> None:
         if module is not None:
             importlib.import_module(module)
-        self._env = gymnasium.make(id, **({"render_mode": "ansi"} if render else {}), **(make or {}))
+        arguments: dict[str, Any] = {**({"render_mode": "ansi"} if render else {}), **(make or {})}
+        self._env = gymnasium.make(id, **arguments)
         self._render = render
         self._introduction = introduction
         self._space = self._env.action_space

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rollart.algorithms.advantages import Episode, episode_advantages, overlong_penalty, whitened
-from rollart.algorithms.losses import SamplingDistribution
+from rollart.algorithms.sampling import TaskDistributions
 from rollart.config import Algorithm, MixedVersions
 from rollart.config_algorithm import LossMean
 from rollart.protocol import TrainGroup, TrainSample
@@ -39,6 +39,8 @@ class Batch:
     """Those of the batch's tasks, each once."""
     algorithm: Tensor
     """int64 [N]: the place of each token's in ``algorithms``."""
+    sampling: Tensor
+    """int64 [N]: which of the tasks' distributions each token was sampled from."""
     behaviour: Tensor
     """float32 [N]: the engine's log-probabilities."""
     versions: Tensor
@@ -68,7 +70,7 @@ class Batch:
         frames: Sequence[bytes],
         *,
         version: int,
-        distribution: SamplingDistribution,
+        distribution: TaskDistributions,
         algorithm_of: Callable[[str], Algorithm],
         mixed_versions: MixedVersions,
     ) -> Batch:
@@ -131,7 +133,7 @@ class _Builder:
     def __init__(
         self,
         version: int,
-        distribution: SamplingDistribution,
+        distribution: TaskDistributions,
         algorithm_of: Callable[[str], Algorithm],
         mixed: MixedVersions,
     ) -> None:
@@ -163,19 +165,20 @@ class _Builder:
             self._algorithms.append(algorithm)
         start = len(self._trajectories)
         for sample in group.samples:
-            self._add(sample, algorithm)
+            self._add(sample, algorithm, self._distribution.kind(group.task))
         self._groups.append(range(start, len(self._trajectories)))
         rewards = [episode.reward for episode in self._episodes[start:]]
         self._zero_signal += len(set(rewards)) == 1
 
     def batch(self) -> Batch:
         columns = [torch.cat(parts) for parts in zip(*self._parts, strict=True)]
-        behaviour, versions, places, trained, weights, ends, algorithm = columns
+        behaviour, versions, places, trained, weights, ends, algorithm, sampling = columns
         return Batch(
             trajectories=self._trajectories,
             groups=self._groups,
             algorithms=self._algorithms,
             algorithm=algorithm,
+            sampling=sampling,
             behaviour=behaviour,
             versions=versions,
             places=places,
@@ -190,7 +193,7 @@ class _Builder:
             loss_mean=self._algorithms[0].loss_mean,
         )
 
-    def _add(self, sample: TrainSample, algorithm: Algorithm) -> None:
+    def _add(self, sample: TrainSample, algorithm: Algorithm, kind: int) -> None:
         found = decode_sample(sample)
         newest = int(found.versions.max())
         if newest > self._version or int(found.versions.min()) < 0:
@@ -199,7 +202,7 @@ class _Builder:
                 f"trajectory {sample.trajectory} has tokens of version {wrong}, "
                 f"but the trainer is at version {self._version}"
             )
-        places = self._places(sample, found)
+        places = self._places(sample, found, kind)
         mixed = bool((found.versions != newest).any())
         self._mixed_count += mixed
         trained = torch.ones_like(found.versions, dtype=torch.bool)
@@ -209,18 +212,28 @@ class _Builder:
             trained = torch.zeros_like(trained)
             self._truncated += 1
         place = torch.full_like(found.versions, self._algorithms.index(algorithm))
+        kinds = torch.full_like(found.versions, kind)
         ends = torch.zeros_like(found.versions)
         ends[trained.nonzero()[-1:, 0]] = 1
         self._parts.append(
-            (found.logprobs, found.versions, places, trained, _weights(trained, algorithm), ends, place)
+            (
+                found.logprobs,
+                found.versions,
+                places,
+                trained,
+                _weights(trained, algorithm),
+                ends,
+                place,
+                kinds,
+            )
         )
         self._trajectories.append(Trajectory(sample.trajectory, found.ids, found.positions, self._first))
         self._episodes.append(_episode(sample.reward, found, algorithm))
         self._first += len(found.positions)
 
-    def _places(self, sample: TrainSample, found: Sample) -> Tensor:
+    def _places(self, sample: TrainSample, found: Sample, kind: int) -> Tensor:
         ids, positions = found.ids, found.positions
-        places = self._distribution.places(ids[positions])
+        places = self._distribution.places(ids[positions], kind)
         if bool((places < 0).any()):
             token = int(ids[positions][places < 0][0])
             raise Refusal(
