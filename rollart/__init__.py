@@ -10,14 +10,33 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rollart.config import Config
     from rollart.controller.configuration import load_config
+    from rollart.declare import Cluster, ResourceManager, Worker, hw_mapping, register
     from rollart.embedding import run
     from rollart.errors import ConfigError, RollArtError, RunError
     from rollart.serverless import register_serverless
 
 __version__ = "0.1.0"
-__all__ = ["Config", "ConfigError", "RollArtError", "RunError", "load_config", "register_serverless", "run"]
+__all__ = [
+    "Cluster",
+    "Config",
+    "ConfigError",
+    "ResourceManager",
+    "RollArtError",
+    "RunError",
+    "Worker",
+    "hw_mapping",
+    "load_config",
+    "register",
+    "register_serverless",
+    "run",
+]
 
 _HOMES = {
+    "Cluster": "rollart.declare",
+    "ResourceManager": "rollart.declare",
+    "Worker": "rollart.declare",
+    "hw_mapping": "rollart.declare",
+    "register": "rollart.declare",
     "Config": "rollart.config",
     "ConfigError": "rollart.errors",
     "RollArtError": "rollart.errors",

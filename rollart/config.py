@@ -14,6 +14,7 @@ from msgspec import Meta
 from rollart.config_algorithm import Algorithm, Loss
 from rollart.config_health import Health
 from rollart.config_rewards import Reward, Scope
+from rollart.config_routing import Disaggregation, HwAffinity, Pool, check_routing, splits
 from rollart.config_section import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -28,6 +29,7 @@ __all__ = [
     "Algorithm",
     "Config",
     "Decay",
+    "Endpoint",
     "Environments",
     "Evaluation",
     "Health",
@@ -96,6 +98,8 @@ class RandomModel(Section, frozen=True, kw_only=True):
     tie_word_embeddings: bool = False
     characters: str | None = None
     """The tokenizer's characters; by default printable ASCII and the newline."""
+    tokens: list[str] = []
+    """Texts that are one token each, beside the characters: whole tool calls, say."""
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
@@ -105,6 +109,8 @@ class RandomModel(Section, frozen=True, kw_only=True):
             )
         if self.characters is not None and len(set(self.characters)) != len(self.characters):
             raise ValueError("characters must not repeat a character")
+        if len(set(self.tokens)) != len(self.tokens) or any(len(token) < 2 for token in self.tokens):
+            raise ValueError("tokens must be different texts of at least 2 characters")
 
 
 class Model(Section, frozen=True, kw_only=True):
@@ -125,10 +131,15 @@ class Task(Section, frozen=True, kw_only=True):
 
     name: Annotated[str, Meta(pattern="^[A-Za-z0-9_.-]+$")]
     """The paper's tag_name."""
-    environment: Annotated[str, Meta(pattern=r"^[\w.]+:\w+$")]
+    environment: Annotated[str, Meta(pattern=r"^[\w.]+:\w+$")] | None = None
     """Import path of an environment class, ``module:Class``."""
+    agent: Annotated[str, Meta(pattern=r"^[\w.]+:\w+$")] | None = None
+    """Instead of an environment: import path of an agent, ``module:function``, that plays whole episodes by itself
+    through the run's OpenAI-compatible endpoint, and returns its score (docs/endpoint.md)."""
+    agent_command: Annotated[list[str], Meta(min_length=1)] | None = None
+    """Instead of an environment: an agent as a program and its arguments; its score is its output's last line."""
     options: dict[str, Any] = {}
-    """Keyword arguments of the class."""
+    """Keyword arguments of the class; an agent is given them as they are."""
     weight: PositiveFloat = 1.0
     """Share of the groups, relative to the other tasks' weights."""
     curriculum: dict[int, NonNegativeFloat] = {}
@@ -147,7 +158,8 @@ class Task(Section, frozen=True, kw_only=True):
     reset_timeout_s: PositiveFloat = 60.0
     step_timeout_s: PositiveFloat = 60.0
     episode_timeout_s: PositiveFloat | None = None
-    """A trajectory that has taken longer when its environment answers is cut, and scored as it is."""
+    """A trajectory that has taken longer when its environment answers is cut, and scored as it is.  An agent's
+    begins again, or fails; by default it has 600."""
     sampling: TaskSampling = TaskSampling()
     max_failed_groups: PositiveInt = 8
     """So many groups in a row that end without a sample for its failures take the task out of the run, with its
@@ -159,6 +171,7 @@ class Task(Section, frozen=True, kw_only=True):
     """In place of the run's ``algorithm``, the whole section."""
 
     def __post_init__(self) -> None:
+        self._check_kind()
         if self.curriculum and self.weight != 1.0:
             raise ValueError("weight does nothing beside curriculum")
         if any(step < 0 for step in self.curriculum):
@@ -176,6 +189,38 @@ class Task(Section, frozen=True, kw_only=True):
         if self.reward is None:
             return []
         return self.reward if isinstance(self.reward, list) else [self.reward]
+
+    def _check_kind(self) -> None:
+        kinds = {
+            "environment": self.environment,
+            "agent": self.agent,
+            "agent_command": self.agent_command,
+        }
+        given = [name for name, value in kinds.items() if value is not None]
+        if len(given) != 1:
+            raise ValueError(
+                "a task needs one of environment (module:Class), agent (module:function) and agent_command (a list)"
+                + (f"; this one has {' and '.join(given)}" if given else "")
+            )
+        if self.environment is None:
+            self._check_agent()
+
+    def _check_agent(self) -> None:
+        if (self.reset_timeout_s, self.step_timeout_s) != (60.0, 60.0):
+            raise ValueError(
+                "reset_timeout_s and step_timeout_s do nothing for an agent; use episode_timeout_s"
+            )
+        idle = {"chat": self.chat, "dataset": self.dataset, "reward": self.reward}
+        for name, value in idle.items():
+            if value:
+                raise ValueError(
+                    f"{name} is for environments: an agent is given a seed, and returns its score"
+                )
+
+    @property
+    def is_agent(self) -> bool:
+        """An agent plays it, through the endpoint."""
+        return self.environment is None
 
 
 class Sampling(Section, frozen=True, kw_only=True):
@@ -295,6 +340,9 @@ class Trainer(Section, frozen=True, kw_only=True):
     clip_grad_norm: PositiveFloat = 1.0
     minibatches: PositiveInt = 1
     """Optimiser steps a train_step makes, each on a share of the groups."""
+    stream_batch: bool = False
+    """Compute the gradients of groups as they arrive, and make the step when the batch is whole, instead of waiting
+    for it: the same gradient, within rounding."""
     micro_batch_sequences: PositiveInt | None = None
     """Trajectories side by side in a forward pass, padded to the longest; by default 16."""
     micro_batch_tokens: PositiveInt | None = None
@@ -324,10 +372,19 @@ class Trainer(Section, frozen=True, kw_only=True):
     """train_steps between checkpoints; 0: only after the last step."""
     keep_checkpoints: PositiveInt | None = None
     """Older ones are removed; by default 2 stay."""
+    keep_best: bool = False
+    """Besides them the best one stays: by the last held-out success where evaluations are made during the run
+    (``evaluation.every``), else by the success of the batch."""
 
     def __post_init__(self) -> None:
         if self.keep_checkpoints is not None and not self.checkpoint_every:
             raise ValueError("keep_checkpoints does nothing while checkpoint_every is 0")
+        if self.keep_best and not self.checkpoint_every:
+            raise ValueError("keep_best does nothing while checkpoint_every is 0")
+        if self.stream_batch and self.minibatches > 1:
+            raise ValueError(
+                "stream_batch makes one optimiser step of the whole batch: it needs minibatches: 1"
+            )
         if self.micro_batch_tokens is not None and self.micro_batch_sequences is not None:
             raise ValueError("give either micro_batch_sequences (padded) or micro_batch_tokens (packed)")
         if self.data_parallel % self.expert_parallel:
@@ -357,6 +414,15 @@ class Inference(Section, frozen=True, kw_only=True):
     """The vLLM inference workers."""
 
     workers: PositiveInt = 1
+    """Those of all ``pools`` where there are any."""
+    pools: list[Pool] = []
+    """Workers by hardware class; by default ``workers`` of class CPU."""
+    hw_affinity: HwAffinity = {}
+    """The hardware class of each task by name, ``default`` for the others: a class, a list of them with the preferred
+    one first, or ``prefill`` and ``decode`` apart.  Classes that are not named come after, in the order of the pools.
+    ``auto``: proposed from what the tasks turn out to be like, and followed."""
+    disaggregation: Disaggregation | None = None
+    """For prefill and decode on different workers."""
     dtype: DType = DType.FLOAT32
     max_model_len: PositiveInt = 512
     """Tokens of prompt and answers together; a trajectory that would pass it is cut, and scored as it is."""
@@ -368,12 +434,54 @@ class Inference(Section, frozen=True, kw_only=True):
     """Only on GPU engines; vLLM's default otherwise."""
     threads: PositiveInt = 1
     """CPU threads of an engine."""
+    max_requests: PositiveInt | None = None
+    """Requests a worker is given at once, those that wait in its engine included; others wait in the controller, each
+    trajectory with its own.  By default four times max_num_seqs."""
+    max_tokens_in_flight: PositiveInt | None = None
+    """Tokens, of prompts and of answers to come, that a worker is given at once: below its KV cache it never has to
+    preempt.  By default not bounded."""
+    progress_every_s: PositiveFloat = 2.0
+    """Answers that take longer are reported as far as they are: what a lost worker had reported is kept, and another
+    goes on from there."""
     generate_timeout_s: PositiveFloat = 600.0
     """For one answer, queueing in the engine included."""
     update_timeout_s: PositiveFloat = 120.0
     """For each of pull, suspend, update and resume; a worker that takes longer is taken out of routing."""
     canary_tolerance: PositiveFloat | None = None
     """Largest log-probability difference to the trainer; by default 1e-3 in float32 and 0.25 in bfloat16."""
+
+    def __post_init__(self) -> None:
+        if not self.pools:
+            return
+        total = sum(pool.workers for pool in self.pools)
+        if self.workers not in (1, total):
+            raise ValueError(f"workers is {self.workers} and the pools have {total}: leave workers out")
+        msgspec.structs.force_setattr(self, "workers", total)
+
+    @property
+    def all_pools(self) -> list[Pool]:
+        """``pools``, or what ``workers`` stands for."""
+        return self.pools or [Pool(hardware="CPU", workers=self.workers)]
+
+    def pool_of(self, number: int | None, hardware: str) -> Pool:
+        """The pool of worker ``number`` if it is of that class; else the first of that class, or one like it."""
+        first = 0
+        for pool in self.all_pools:
+            if number is not None and first <= number < first + pool.workers and pool.hardware == hardware:
+                return pool
+            first += pool.workers
+        same = [pool for pool in self.all_pools if pool.hardware == hardware]
+        return same[0] if same else Pool(hardware=hardware)
+
+    @property
+    def splits(self) -> bool:
+        """Whether any request may be prefilled by one worker and decoded by another."""
+        return splits(self.all_pools, self.hw_affinity)
+
+    @property
+    def most_requests(self) -> int:
+        """What ``max_requests`` comes to."""
+        return self.max_requests or 4 * self.max_num_seqs
 
     @property
     def tolerance(self) -> float:
@@ -459,6 +567,29 @@ class Environments(Section, frozen=True, kw_only=True):
     """What one episode may print; more fails it.  It goes to the worker's log."""
 
 
+class Endpoint(Section, frozen=True, kw_only=True):
+    """The OpenAI-compatible endpoint that tasks with an agent call; there is none without such a task.
+
+    It speaks plain HTTP.  Every request wants the API key of a trajectory that is live, wherever it is bound.
+    """
+
+    host: str = "127.0.0.1"
+    """The address it listens on; agents on other machines need another than loopback."""
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    """0: one that is free."""
+    url: Annotated[str, Meta(pattern=r"^https?://")] | None = None
+    """Where agents reach it, if not at its own host and port: behind a proxy, or listening on 0.0.0.0."""
+    model: str = "policy"
+    """The model's name in requests."""
+
+    def __post_init__(self) -> None:
+        if self.host in ("0.0.0.0", "::") and self.url is None:
+            raise ValueError(
+                f"endpoint.host {self.host} is every address of the machine and none that an agent could call: "
+                "give endpoint.url as well"
+            )
+
+
 class Evaluation(Section, frozen=True, kw_only=True):
     """Greedy episodes on the held-out split, before the first update and after the last at least."""
 
@@ -498,6 +629,7 @@ class Config(Section, frozen=True, kw_only=True):
     weights: Weights = Weights()
     environments: Environments = Environments()
     evaluation: Evaluation = Evaluation()
+    endpoint: Endpoint = Endpoint()
     start_timeout_s: PositiveFloat = 600.0
     """For a worker from its start to its readiness."""
     heartbeat_s: PositiveFloat = 1.0
@@ -529,6 +661,14 @@ class Config(Section, frozen=True, kw_only=True):
                 f"inference.max_model_len ({self.inference.max_model_len}) is beyond "
                 f"model.random.max_position_embeddings ({self.model.random.max_position_embeddings})"
             )
+        agents = [task.name for task in self.tasks if task.is_agent]
+        if not agents and self.endpoint != Endpoint():
+            raise ValueError("endpoint does nothing: no task has an agent")
+        if agents and self.rollout.schedule is Schedule.SYNC:
+            raise ValueError(
+                f"rollout.schedule sync takes every turn of all trajectories together, which task {agents[0]} can't: "
+                "its agent decides by itself when it calls"
+            )
         if self.sampling.max_tokens >= self.inference.max_model_len:
             raise ValueError(
                 f"sampling.max_tokens ({self.sampling.max_tokens}) leaves no room for a prompt in "
@@ -536,6 +676,11 @@ class Config(Section, frozen=True, kw_only=True):
             )
 
         for each in [self.algorithm, *(task.algorithm for task in self.tasks if task.algorithm)]:
+            if self.trainer.stream_batch and each.needs_whole_batch:
+                raise ValueError(
+                    f"trainer.stream_batch can't be with algorithm.advantage: {each.advantage}, which is normalised "
+                    "over the whole batch"
+                )
             if self.trainer.context_parallel > 1 and each.loss in (Loss.GSPO, Loss.TOPR):
                 raise ValueError(
                     f"algorithm.loss: {each.loss} needs the ratio of whole trajectories, which "
@@ -555,6 +700,9 @@ class Config(Section, frozen=True, kw_only=True):
             raise ValueError(
                 "algorithm does nothing where every task has its own: leave only loss_mean and loss_mean_tokens in it"
             )
+        check_routing(
+            self.inference.all_pools, self.inference.hw_affinity, self.inference.disaggregation, names
+        )
         if self.trainer.minibatches > self.rollout.groups_per_batch:
             raise ValueError(
                 f"trainer.minibatches ({self.trainer.minibatches}) must be at most rollout.groups_per_batch "

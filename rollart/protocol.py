@@ -27,6 +27,8 @@ __all__ = [
     "Collect",
     "ControllerBeat",
     "Done",
+    "Execute",
+    "Executed",
     "Export",
     "Failure",
     "FailureKind",
@@ -36,12 +38,16 @@ __all__ = [
     "Hello",
     "Message",
     "Observation",
+    "Play",
+    "Played",
+    "Progress",
     "Publish",
     "Published",
     "Pull",
     "Pulled",
     "Ready",
     "Refused",
+    "Release",
     "Reset",
     "Resume",
     "Role",
@@ -222,6 +228,13 @@ class Generate(Message):
     stop_token_ids: bytes
     ignore_eos: bool
     seed: int | None
+    prefill: bool = False
+    """Compute the prompt for another worker to decode: one token is sampled, and ``Generated.kv`` says where the
+    keys and values are."""
+    kv: bytes = b""
+    """Of the worker that prefilled the prompt: where its keys and values are.  They are fetched, not computed."""
+    kv_version: int = -1
+    """The version that computed them; a worker that serves another one refuses with ``Failure(LOST)``."""
 
 
 class Generated(Message):
@@ -236,7 +249,24 @@ class Generated(Message):
     finish_reason: str
     """``stop`` or ``length``."""
     cached_tokens: int
-    """Prompt tokens whose keys and values came from the prefix cache."""
+    """Prompt tokens whose keys and values came from the prefix cache, or from the worker that prefilled them."""
+    kv: bytes = b""
+    """Answer to a ``prefill``: MessagePack of the engine's own words, for the engine that decodes."""
+
+
+class Progress(Message):
+    """Worker → controller: what request ``seq`` has sampled since the last ``Progress`` of it; it goes on."""
+
+    seq: int
+    ids: bytes
+    logprobs: bytes
+    versions: list[VersionRun]
+
+
+class Release(Message):
+    """Controller → worker: nobody will fetch the keys and values at ``kv``; tell the worker that holds them."""
+
+    kv: bytes
 
 
 class Suspend(Message):
@@ -342,11 +372,40 @@ class Observation(Message):
     """The environment's ``reference``, as it is now."""
 
 
+class Play(Message):
+    """Let a task's agent play a whole episode under the name ``session``, its calls going to ``base_url``.
+
+    Answer: ``Played``, when the agent has ended.  ``Close`` and ``Cancel`` end it sooner.
+    """
+
+    seq: int
+    session: str
+    task: str
+    seed: int
+    split: str
+    base_url: str
+    api_key: str
+    """Names this attempt of the trajectory at the endpoint, and no other."""
+    model: str
+
+
+class Played(Message):
+    """The agent ended by itself, and how it scored."""
+
+    seq: int
+    reward: float
+    info: dict[str, float]
+
+
 # --- training -------------------------------------------------------------------------------------------
 
 
 class TrainSample(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """One scored trajectory of T tokens, S of them sampled."""
+    """One scored trajectory of T tokens, S of them sampled.
+
+    An agent's trajectory whose conversations branched is several samples with one ``trajectory`` number, next to
+    one another; they share its reward and count once in the group's baseline.
+    """
 
     trajectory: int
     ids: bytes
@@ -447,6 +506,8 @@ class Collect(Message):
 class SaveCheckpoint(Message):
     """Write a checkpoint into ``path``, atomically; when it is durably there, remove the oldest ones beside it.
 
+    It has the state of when the request came: later requests are served while it is written.
+
     The names of checkpoints in a folder sort by age.  Answer: ``Done``.
     """
 
@@ -454,6 +515,10 @@ class SaveCheckpoint(Message):
     path: str
     keep: int
     """Of those up to this one, so many stay; newer ones are left alone."""
+    keep_best: bool = False
+    """Besides them the one with the highest score stays."""
+    score: float | None = None
+    """How good the weights are, as far as it is known."""
 
 
 class Export(Message):
@@ -461,6 +526,26 @@ class Export(Message):
 
     seq: int
     path: str
+
+
+# --- methods that a script declares ---------------------------------------------------------------------
+
+
+class Execute(Message):
+    """Call ``method`` of the declared worker class at ``path`` (module:Class).  Answer: ``Executed``."""
+
+    seq: int
+    path: str
+    method: str
+    arguments: bytes
+    """MessagePack of [positional, keyword]."""
+
+
+class Executed(Message):
+    """What the method returned, as MessagePack."""
+
+    seq: int
+    result: bytes
 
 
 ToWorker = (
@@ -483,6 +568,9 @@ ToWorker = (
     | Collect
     | SaveCheckpoint
     | Export
+    | Release
+    | Execute
+    | Play
 )
 ToController = (
     Hello
@@ -498,6 +586,9 @@ ToController = (
     | Observation
     | Trained
     | Published
+    | Progress
+    | Executed
+    | Played
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -2,7 +2,8 @@
 
 The control plane writes it, so this is plain JSON and imports no engine.  Inference engines and the trainer
 read it like any other folder; the trainer draws the weights from the config's seed.  The tokenizer has one
-token per character, so that for any text of known characters ``decode(encode(text)) == text``.
+token per character, and those that ``tokens`` adds, so that for any text of known characters
+``decode(encode(text)) == text``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,20 @@ SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 """Tokens 0 to 3; the characters follow."""
 DEFAULT_CHARACTERS = "".join(map(chr, range(32, 127))) + "\n"
 PAD, BOS, EOS, UNKNOWN = range(4)
+CHAT_TEMPLATE = """\
+{%- if tools %}<bos>f
+    {%- for tool in tools %}{{ tool.function.name }}{% if not loop.last %},{% endif %}{% endfor %}<eos>
+{%- endif %}
+{%- for message in messages %}<bos>{{ message.role[0] }}{{ message.content }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '<tool_call>' }}{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}
+        {{- '</tool_call>' }}
+    {%- endfor %}<eos>
+{%- endfor %}
+{%- if add_generation_prompt %}<bos>a{% endif %}
+"""
+"""As short as can be, for models that begin with random weights: a turn is its role's first letter and its text, the
+tools are named (``f``)."""
 
 
 def write_model_folder(spec: RandomModel, folder: Path) -> None:
@@ -42,7 +57,7 @@ def random_vocabulary(spec: RandomModel) -> dict[str, int]:
     characters = DEFAULT_CHARACTERS if spec.characters is None else spec.characters
     if not characters:
         raise ValueError("model.random.characters is empty: name at least one character, or leave it out")
-    return {token: id for id, token in enumerate((*SPECIAL_TOKENS, *characters))}
+    return {token: id for id, token in enumerate((*SPECIAL_TOKENS, *characters, *spec.tokens))}
 
 
 def vocabulary(folder: Path) -> dict[str, int]:
@@ -105,6 +120,7 @@ def _config(spec: RandomModel) -> dict[str, Any]:
 
 
 def _tokenizer(spec: RandomModel) -> dict[str, Any]:
+    known = random_vocabulary(spec)
     # Byte-pair encoding without merges leaves every character a token of its own.
     return {
         "version": "1.0",
@@ -118,9 +134,10 @@ def _tokenizer(spec: RandomModel) -> dict[str, Any]:
                 "lstrip": False,
                 "rstrip": False,
                 "normalized": False,
-                "special": True,
+                "special": token in SPECIAL_TOKENS,
             }
-            for id, token in enumerate(SPECIAL_TOKENS)
+            for token, id in known.items()
+            if token in SPECIAL_TOKENS or token in spec.tokens
         ],
         "normalizer": None,
         "pre_tokenizer": None,
@@ -135,7 +152,7 @@ def _tokenizer(spec: RandomModel) -> dict[str, Any]:
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": False,
-            "vocab": random_vocabulary(spec),
+            "vocab": {token: id for token, id in known.items() if token not in spec.tokens},
             "merges": [],
         },
     }
@@ -152,4 +169,5 @@ def _tokenizer_config(spec: RandomModel) -> dict[str, Any]:
         "add_eos_token": False,
         "clean_up_tokenization_spaces": False,
         "model_max_length": spec.max_position_embeddings,
+        "chat_template": CHAT_TEMPLATE,
     }

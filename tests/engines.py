@@ -132,9 +132,17 @@ async def until(condition: Callable[[], bool], *, timeout_s: float = 10.0) -> No
 class DrivenWorker:
     """An inference worker without a controller: the test is its controller."""
 
-    def __init__(self, model_dir: Path, store: Path, config: Config | None = None) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        store: Path,
+        config: Config | None = None,
+        *,
+        name: str = "driven",
+        hardware: str = "CPU",
+    ) -> None:
         self.store = LocalStore(store)
-        self.worker = InferenceWorker(NOWHERE, name=f"driven-{model_dir.name}")
+        self.worker = InferenceWorker(NOWHERE, name=f"{name}-{model_dir.name}", hardware_class=hardware)
         self.worker.config = config or config_for()
         self.worker.welcome = Welcome(
             config=msgspec.msgpack.encode(self.worker.config),

@@ -19,7 +19,7 @@ from rollart.config import Config
 from rollart.controller.controller import Controller
 from rollart.controller.events import Event, read_events
 from rollart.controller.invariants import Invariants
-from rollart.controller.progress import Progress
+from rollart.controller.progress import Progress as Shown
 from rollart.controller.run_folder import RunFolder
 from rollart.controller.transport import ZmqTransport
 from rollart.launch.local import Placement, WorkerExit
@@ -34,6 +34,7 @@ from rollart.protocol import (
     Generated,
     Message,
     Observation,
+    Progress,
     Publish,
     Published,
     Pull,
@@ -98,6 +99,10 @@ class Script:
         self.batches: list[list[TrainGroup]] = []
         self.saved: list[tuple[str, int]] = []
         """Checkpoints: the name, and how many shall stay."""
+        self.lose_after: dict[str, int] = {}
+        """Workers that end in the middle of an answer, when they have reported so many tokens of it."""
+        self.requests: list[tuple[str, Generate]] = []
+        """Each that a worker was given, with its name."""
         self.generated = 0
         self.aborted = 0
 
@@ -105,8 +110,8 @@ class Script:
 class ScriptedInference(Worker):
     role = Role.INFERENCE
 
-    def __init__(self, dialer: Dialer, *, name: str, script: Script) -> None:
-        super().__init__(dialer, name=name)
+    def __init__(self, dialer: Dialer, *, name: str, script: Script, hardware_class: str = "CPU") -> None:
+        super().__init__(dialer, name=name, hardware_class=hardware_class)
         self.script = script
         self.version = -1
         self.pulled = -1
@@ -121,6 +126,9 @@ class ScriptedInference(Worker):
     async def serve(self, message: ToWorker, payload: Sequence[bytes]) -> Message | None:
         match message:
             case Generate(seq=seq, max_tokens=count, temperature=temperature):
+                self.script.requests.append((self.name, message))
+                if self.name in self.script.lose_after and count > 1:
+                    return await self.end_in_the_middle(seq, self.script.lose_after[self.name])
                 return await self.generate(seq, count, temperature)
             case Pull(seq=seq, version=version):
                 self.pulled = version
@@ -140,6 +148,14 @@ class ScriptedInference(Worker):
                 self.released.set()
                 return Done(seq)
         raise Deterministic(f"unknown request {message}")
+
+    async def end_in_the_middle(self, seq: int, count: int) -> None:
+        ids, logprobs = pack_ids(range(10, 10 + count)), pack_floats([-0.5] * count)
+        self._say_data.add(Progress(seq, ids, logprobs, [VersionRun(self.version, count)]))
+        self._say_data.flush()
+        await asyncio.sleep(0.05)
+        self.end("the test says so")
+        await asyncio.Event().wait()
 
     async def generate(self, seq: int, count: int, temperature: float) -> Generated:
         assert self.version >= 0
@@ -165,8 +181,8 @@ class ScriptedInference(Worker):
 class ScriptedTrainer(Worker):
     role = Role.TRAINER
 
-    def __init__(self, dialer: Dialer, *, name: str, script: Script) -> None:
-        super().__init__(dialer, name=name)
+    def __init__(self, dialer: Dialer, *, name: str, script: Script, hardware_class: str = "CPU") -> None:
+        super().__init__(dialer, name=name, hardware_class=hardware_class)
         self.script = script
         self.version = 0
         self.one_at_a_time = asyncio.Lock()
@@ -215,8 +231,8 @@ class ScriptedTrainer(Worker):
 class ScriptedEnvironment(Worker):
     role = Role.ENVIRONMENT
 
-    def __init__(self, dialer: Dialer, *, name: str, script: Script) -> None:
-        super().__init__(dialer, name=name)
+    def __init__(self, dialer: Dialer, *, name: str, script: Script, hardware_class: str = "CPU") -> None:
+        super().__init__(dialer, name=name, hardware_class=hardware_class)
         self.script = script
         self.left: dict[str, int] = {}
 
@@ -263,7 +279,10 @@ class ScriptedLauncher:
 
     async def start(self, placement: Placement) -> None:
         worker = WORKERS[placement.role](
-            ZmqDialer(Peer.read(self.key_file)), name=placement.name, script=self.script
+            ZmqDialer(Peer.read(self.key_file)),
+            name=placement.name,
+            script=self.script,
+            hardware_class=placement.hardware_class,
         )
         self.workers[placement.name] = worker
         self.tasks[placement.name] = asyncio.create_task(self._run(worker, placement))
@@ -306,7 +325,7 @@ class ScriptedRun:
             self.folder,
             self.transport,
             launch=launch,
-            progress=Progress(self.output, config.steps),
+            progress=Shown(self.output, config.steps),
             vocabulary_size=vocabulary_size(self.folder.model),
             **options,
         )

@@ -223,6 +223,7 @@ def test_the_control_plane_starts_without_torch_and_fast() -> None:
     heavy = "{'torch', 'vllm', 'megatron', 'mooncake', 'transformers', 'numpy'}"
     for code in (
         "import rollart, sys",
+        "import rollart.endpoint.server, sys",
         "import rollart, sys; rollart.load_config; rollart.run; rollart.Config",
         "import sys, rollart.controller.command_line as c\ntry: c.main(['--help'])\nexcept SystemExit: pass",
     ):

@@ -13,6 +13,7 @@ import zmq
 from rollart.controller import events
 from rollart.controller.controller import Outcome
 from rollart.errors import RunError
+from rollart.packing import pack_ids
 from rollart.protocol import Close, Done, Step, VersionRun, encode
 from rollart.workers.worker import Deterministic
 from tests.scripted import Script, ScriptedRun, config_of
@@ -440,3 +441,21 @@ async def test_checkpoints_are_written_and_cleared_by_the_trainer(tmp_path: Path
     run = ScriptedRun(config_of(steps=5, trainer=trainer), script, tmp_path / "run")
     assert await run.controller.run() is Outcome.SUCCESS
     assert script.saved == [(f"step-{step:06}", keep or 2) for step in (2, 4, 5)]
+
+
+async def test_an_answer_goes_on_elsewhere_from_the_tokens_that_its_lost_worker_had_reported(
+    tmp_path: Path,
+) -> None:
+    config = config_of(steps=3, sampling={"max_tokens": 6}, inference={"workers": 2})
+    script = Script()
+    script.lose_after = {"inference-0": 4}
+    run = ScriptedRun(config, script, tmp_path / "run")
+    assert await run.controller.run() is Outcome.SUCCESS
+    assert run.violations == []
+    kept = [e for e in run.events if isinstance(e, events.Sampled) and e.kept_tokens]
+    assert kept
+    assert {(e.worker, e.kept_tokens, e.tokens) for e in kept} == {("inference-1", 4, 6)}
+    begun = {bytes(r.prompt) for name, r in script.requests if name == "inference-0"}
+    gone_on = [r for name, r in script.requests if name == "inference-1" and r.max_tokens == 2]
+    assert len(gone_on) == len(kept)
+    assert all(r.prompt.endswith(pack_ids(range(10, 14))) and r.prompt[:-16] in begun for r in gone_on)

@@ -155,6 +155,24 @@ def test_long_answers_span_updates_with_the_same_gap_and_ctrl_c_ends_in_order(tm
     assert {e.worker for e in run.events if isinstance(e, events.Swapped)} == {"inference-0", "inference-1"}
 
 
+def test_an_openai_agent_is_trained_on_real_parts(tmp_path: Path) -> None:
+    """The example as it is, a few steps of it: tool calls through the real client to weight updates."""
+    with started(tmp_path, "agent.yaml", "steps=3", "evaluation.episodes=8", "rollout.group_size=4") as run:
+        run.wait_for_steps(1)
+        assert run.process.wait(300) == 0, run.output
+        assert run.survivors(5) == []
+    run.check_events()
+    for row in run.rows:
+        assert row["logprob_gap_mean"] < GAP and row["logprob_gap_tokens"] == row["tokens"]
+        assert row["train_lag_max"] <= 2
+        assert row["grad_norm"] > 0 or row["zero_signal_groups"] == 8
+        assert not {"calls_rendered_anew", "conversations_begun", "calls_refused"} & set(row)
+    assert sum(row["sequences"] for row in run.rows) == sum(row["trajectories"] for row in run.rows)
+    assert max(row["turns_mean"] for row in run.rows) > 1
+    assert [e.version for e in run.events if isinstance(e, events.Swapped)] == [0, 1, 2, 3]
+    assert "eval_success_before" in run.rows[0] and run.rows[-1]["eval_version"] == 3
+
+
 def test_a_run_outlives_its_stores_servers_and_nothing_outlives_a_killed_controller(tmp_path: Path) -> None:
     before = shared_memory()
     settings = ["steps=1000", "evaluation.episodes=0", "weights.store=mooncake", "weights.node_gib=0.25"]
@@ -208,6 +226,35 @@ def test_wrong_environments_are_told_before_anything_starts(tmp_path: Path) -> N
             assert run.process.wait(60) == 2
         assert hint in run.output and run.output.count("\n") == 1
         assert not run.folder.exists()
+
+
+def test_prefill_and_decode_apart_and_the_prefiller_killed(tmp_path: Path) -> None:
+    with started(tmp_path, "disaggregated.yaml", "steps=6") as run:
+        run.wait_for_steps(3)
+        (prefiller,) = [p for p in run.family if p.is_running() and "inference-0" in p.cmdline()]
+        prefiller.kill()
+        assert run.process.wait(240) == 0, run.output
+        assert run.survivors(5) == []
+    run.check_events()
+    found = run.events
+    gone = next(e.t for e in found if isinstance(e, events.WorkerChanged) and e.state == "gone")
+    task = {e.trajectory: e.task for e in found if isinstance(e, events.Dispatched)}
+    sampled = [e for e in found if isinstance(e, events.Sampled)]
+    apart = [e for e in sampled if e.prefilled_by]
+    assert apart
+    assert {(task[e.trajectory], e.prefilled_by, e.worker) for e in apart} == {
+        ("Split", "inference-0", "inference-1")
+    }
+    assert all(
+        e.cached_tokens >= 4 for e in apart
+    )  # of a prompt of 5: the last position gives the first token
+    assert any(e.t > gone for e in sampled)
+    assert not any(e.t > gone + 1 for e in apart)
+    bound = {(e.task, e.phase, e.wanted, e.hardware_class) for e in found if isinstance(e, events.Bound)}
+    assert ("Split", "prefill", "H800", "H800") in bound
+    assert ("Split", "decode", "H20", "H20") in bound
+    assert ("Whole", "both", "H20", "H20") in bound
+    assert max(row["logprob_gap_mean"] for row in run.rows) < GAP
 
 
 def test_reward_functions_score_a_real_run_from_the_local_host(tmp_path: Path) -> None:

@@ -234,6 +234,8 @@ async def test_messages_without_a_template_fail_their_episode_with_what_to_do(tm
     from rollart.random_model import write_model_folder
 
     write_model_folder(RandomModel(), tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": None}))
     async with worker_of(tmp_path, (f"{__name__}:Clock", {}), (f"{OTHERS}:Echo", {})) as worker:
         failure = await ask(worker, reset())
         assert isinstance(failure, Failure)

@@ -166,6 +166,7 @@ async def test_an_abort_cancels_the_call_where_it_runs(host: LocalFunctions, tmp
         calls[1].cancel()
         await until(host, "sleeps", running=2)
         assert [path.name for path in tmp_path.iterdir()] == ["cancelled-1"]
+        assert (await stats_of(host, "sleeps"))["crashes"] == 0, "the others in its instance go on"
         for call in calls:
             call.cancel()
         await until(host, "sleeps", running=0, instances=0)

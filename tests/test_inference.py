@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rollart.packing import pack_ids, unpack_floats, unpack_ids
-from rollart.protocol import Suspend
+from rollart.protocol import Cancel, FailureKind, Suspend
 from rollart.workers.inference import InferenceWorker
 from rollart.workers.worker import Deterministic, Lost
 from tests.engines import (
@@ -245,6 +245,33 @@ async def test_damaged_weights_never_reach_the_engine(untied_worker: DrivenWorke
 
 
 # --- cancelling ---------------------------------------------------------------------------------------------
+
+
+async def test_a_storm_of_cancels_leaves_no_request_and_each_is_acknowledged(
+    untied_worker: DrivenWorker,
+) -> None:
+    await untied_worker.serve_weights(weights_of(random_model(1)))
+    worker, said = untied_worker.worker, []
+    engine = worker.engine
+    assert engine is not None
+    answers = type("Said", (), {"add": lambda self, message: said.append(message)})()
+    worker._closed = False
+    requests = [untied_worker.request([*PROMPT, 5 + n % 90], 400) for n in range(1000)]
+    for request in requests:
+        worker._take(request, [], answers)
+    await until(lambda: engine.live == 1000, timeout_s=60)
+    await asyncio.sleep(0.3)  # some run, most wait
+    for request in requests:
+        worker._take(Cancel(request.seq), [], answers)
+    await until(lambda: engine.live == 0 and len(said) == 1000, timeout_s=30)
+    assert {(message.seq, message.kind) for message in said} == {
+        (request.seq, FailureKind.CANCELLED) for request in requests
+    }
+    core = engine._llm.engine_core
+    async with asyncio.timeout(30):
+        while await core.call_utility_async("has_work"):
+            await asyncio.sleep(0.02)
+    assert len(unpack_ids((await untied_worker.generate(PROMPT, 4)).ids)) == 4
 
 
 async def test_a_cancelled_request_is_gone_from_the_engine(untied_worker: DrivenWorker) -> None:

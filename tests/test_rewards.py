@@ -23,6 +23,8 @@ from rollart.errors import ConfigError, RunError
 from rollart.launch.functions import LocalFunctions, local_rewards
 from rollart.rewards import Score, TrajectoryView, TurnView
 from rollart.rewards.payload import Result, WrongScore, checked, result_of
+from rollart.simulation.run import simulate
+from rollart.simulation.scenario import draw_scenario
 from tests.scripted import Script, ScriptedRun, config_of
 
 
@@ -258,6 +260,26 @@ def test_wrong_functions_are_told_before_anything_starts(
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigError, match=said):
         resolve_rewards(scored_by(changes))
+
+
+# --- simulated ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scope", ["trajectory", "group"])
+def test_the_reward_client_is_part_of_what_is_fuzzed(scope: str) -> None:
+    """The shipping client over a simulated endpoint that fails now and then: the same bytes for the same seed."""
+    seeds = (
+        s
+        for s in range(200)
+        if any(r.scope == scope for t in draw_scenario(s).setup.config.tasks for r in t.rewards)
+    )
+    seed = next(seeds)
+    scenario = draw_scenario(seed)
+    first, second = (
+        simulate(scenario.setup, seed=seed, faults=scenario.faults, shuffle=True) for _ in range(2)
+    )
+    assert first.violations == [] and first.events == second.events
+    assert sum(row.get("reward/A/scored", 0) for row in first.rows) > 0
 
 
 # --- signatures ---------------------------------------------------------------------------------------------

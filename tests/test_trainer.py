@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3Config
 
+from rollart.algorithms.losses import SamplingDistribution
 from rollart.config import (
     Algorithm,
     Config,
@@ -29,9 +30,9 @@ from rollart.config import (
 from rollart.config import Trainer as TrainerConfig
 from rollart.config_tasks import TaskSampling
 from rollart.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
-from rollart.protocol import VersionRun, encode_group
+from rollart.protocol import TrainGroup, TrainSample, VersionRun, encode_group
 from rollart.workers.megatron.architecture import Architecture, UnsupportedModel
-from rollart.workers.megatron.batch import Refusal
+from rollart.workers.megatron.batch import Batch, Refusal
 from rollart.workers.megatron.checkpoint import CheckpointError, remove_older
 from rollart.workers.megatron.core import StepResult, Trainer
 from rollart.workers.megatron.micro_batch import MicroBatch
@@ -262,6 +263,44 @@ def test_on_policy_metrics_say_so(make: Make, folder: Path) -> None:
     assert metrics["clip_share"] == metrics["mixed_version_sequences"] == 0
     assert metrics["learning_rate"] == 1e-3
     assert metrics["train_seconds"] > 0
+
+
+def test_a_trajectory_of_several_sequences_counts_once_in_its_baseline(folder: Path) -> None:
+    """An agent that branched: its sequences share its advantage, and the others' baseline does not change."""
+    config = make_config()
+    model = reference_model(folder)
+    (group,) = make_groups(model, config, groups=1, size=3)
+    first, second, third = group.samples
+
+    def decode(samples: list[TrainSample]) -> Batch:
+        batch = Batch.decode(
+            frames_of([TrainGroup(0, "task", samples)]),
+            version=0,
+            distribution=SamplingDistribution(
+                temperature=TEMPERATURE, allowed=list(ALLOWED), vocab_size=VOCABULARY
+            ),
+            algorithm_of=lambda task: config.algorithm,
+            mixed_versions=MixedVersions.CORRECT,
+        )
+        batch.assign_advantages()
+        return batch
+
+    def advantages(batch: Batch) -> list[float]:
+        return [float(batch.advantages[each.first]) for each in batch.trajectories]
+
+    rewards = [1.0, 0.0, 0.5]
+    samples = [msgspec.structs.replace(s, reward=r) for s, r in zip(group.samples, rewards, strict=True)]
+    branch = msgspec.structs.replace(second, trajectory=first.trajectory, reward=1.0)
+    plain, branched = decode(samples), decode([samples[0], branch, *samples[1:]])
+    one, two, three = advantages(plain)
+    assert advantages(branched) == [one, one, two, three]
+    assert len(branched.episodes) == 3 and branched.groups == [range(4)]
+    other = msgspec.structs.replace(branch, reward=0.0)
+    with pytest.raises(Refusal, match="its sequences have different rewards"):
+        decode([samples[0], other, *samples[1:]])
+    with pytest.raises(Refusal, match="has 1 sample"):
+        decode([samples[0], branch])
+    assert third.trajectory not in (first.trajectory, second.trajectory)
 
 
 def test_a_group_of_equal_rewards_is_counted_and_moves_nothing(make: Make, folder: Path) -> None:
@@ -617,6 +656,34 @@ def test_older_checkpoints_go_and_nothing_else_does(tmp_path: Path) -> None:
     assert left == {"step-000001", "step-1000000", "step-1000001", "step-1000002"}
     remove_older(tmp_path / "step-1000001", 9)
     assert left == {path.name for path in tmp_path.iterdir()}
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(make: Make, folder: Path, tmp_path: Path) -> None:
+    """It has the state of its beginning, whatever is trained before it is there."""
+    config = make_config(trainer=TrainerConfig(learning_rate=1e-2))
+    batches = [make_groups(reference_model(folder), config, version=version) for version in range(2)]
+    first, second = make(config), make(config)
+    write = first.begin_checkpoint(tmp_path / "checkpoint", score=0.5)
+    expected = [step(first, batch).metrics["loss"] for batch in batches]
+    assert list(tmp_path.glob("checkpoint")) == []
+    write()
+    first.finish_checkpoint(tmp_path / "checkpoint")
+    second.load_checkpoint(tmp_path / "checkpoint")
+    assert second.version == 0
+    assert [step(second, batch).metrics["loss"] for batch in batches] == expected
+    first.begin_checkpoint(tmp_path / "never finished")
+    first._writing.abandon()  # type: ignore[union-attr]  # as its end does
+    first._writing = None
+    assert [each.name for each in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_the_best_checkpoint_stays(make: Make, tmp_path: Path) -> None:
+    trainer = make()
+    for number, score in enumerate([0.1, 0.7, None, 0.3, 0.2]):
+        path = tmp_path / f"step-{number}"
+        trainer.begin_checkpoint(path, score=score)()
+        trainer.finish_checkpoint(path, keep=2, keep_best=True)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["step-1", "step-3", "step-4"]
 
 
 def test_what_is_no_checkpoint_of_the_model_is_refused(

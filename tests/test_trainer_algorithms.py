@@ -15,7 +15,7 @@ from rollart.config import Algorithm, Config, Recompute, Task
 from rollart.config import Trainer as TrainerConfig
 from rollart.config_algorithm import Advantage, Correction, Denominator, KLPlace, Loss, LossMean
 from rollart.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
-from rollart.protocol import TrainGroup
+from rollart.protocol import TrainGroup, encode_group
 from rollart.workers.megatron.batch import Refusal
 from rollart.workers.megatron.core import Trainer
 from tests.test_trainer import Make, folder, folders, make, one_thread, step, weights_of  # noqa: F401
@@ -179,3 +179,74 @@ def test_packing_padding_and_recompute_make_the_same_step(make: Make, folder: Pa
     assert padding[1] == padding[2] == padding[3] == 0
     for other in moved[1:]:
         assert all(torch.allclose(other[name], moved[0][name], atol=1e-5) for name in other)
+
+
+@pytest.mark.parametrize("loss_mean", [LossMean.TOKEN, LossMean.SEQUENCE])
+def test_a_batch_that_streams_in_makes_the_step_of_one_that_is_whole(
+    make: Make, folder: Path, loss_mean: LossMean
+) -> None:
+    algorithm = Algorithm(loss_mean=loss_mean, kl_coefficient=0.1, denominator=Denominator.PROXIMAL)
+    config = make_config(trainer=msgspec.structs.replace(LINEAR, stream_batch=True), algorithm=algorithm)
+    batches = [
+        make_groups(reference_model(folder), config, groups=4, noise=0.3, seed=seed, version=seed)
+        for seed in range(2)
+    ]
+    whole, streamed = make(config), make(config)
+    for number, groups in enumerate(batches):
+        frames = [encode_group(group) for group in groups]
+        assert streamed.stream(step_id=90 + number, frames=frames[:2]) == 2, "of a step that never comes"
+        for known in (1, 3, 3):
+            assert streamed.stream(step_id=number, frames=frames[:known]) == known
+        streamed.save_checkpoint(folder.parent / f"{loss_mean}-{number}-while-it-streams")
+        streamed.score([3, 4, 5])
+        expected, found = (
+            trainer.train_step(step_id=number, version=number, verify_share=1.0, frames=frames)
+            for trainer in (whole, streamed)
+        )
+        assert found.version == number + 1
+        for name in ("loss", "grad_norm", "tokens", "sequences", "ess", "logprob_gap_mean", "kl_reference"):
+            assert found.metrics[name] == pytest.approx(expected.metrics[name], rel=1e-4, abs=1e-6), name
+        assert streamed.stream(step_id=number, frames=frames) == 4, "known already"
+    mine, other = weights_of(streamed), weights_of(whole)
+    assert all(torch.allclose(mine[name], other[name], atol=1e-5) for name in other)
+
+
+def test_a_group_that_breaks_a_rule_or_is_not_finite_ends_its_stream_only(make: Make, folder: Path) -> None:
+    config = make_config(trainer=msgspec.structs.replace(LINEAR, stream_batch=True))
+    good, other = make_groups(reference_model(folder), config, groups=2)
+    frames = [encode_group(good), encode_group(other)]
+    trainer, untouched = make(config), make(config)
+    with pytest.raises(Refusal, match="no TrainGroup"):
+        trainer.stream(step_id=0, frames=[frames[0], b"nonsense"])
+    never = pack_floats([-1000.0] * sum(other.samples[0].mask))
+    bad = replaced(replaced(other, 0, reward=-1.0, logprobs=never), 1, reward=1.0)
+    trainer.stream(step_id=1, frames=[encode_group(bad)])
+    skipped = trainer.train_step(
+        step_id=1, version=0, verify_share=0.0, frames=[encode_group(bad), frames[0]]
+    )
+    assert skipped.skipped and skipped.version == 0
+    results = [
+        each.train_step(step_id=2, version=0, verify_share=0.0, frames=frames)
+        for each in (trainer, untouched)
+    ]
+    assert results[0].metrics["grad_norm"] == results[1].metrics["grad_norm"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("trainer: {stream_batch: true, minibatches: 2}", "needs minibatches: 1"),
+        (
+            "trainer: {stream_batch: true}, algorithm: {advantage: reinforce_plus_plus}",
+            "over the whole batch",
+        ),
+        ("trainer: {micro_batch_tokens: 9, micro_batch_sequences: 9}", "give either"),
+        ("trainer: {data_parallel: 2, expert_parallel: 4}", "must divide data_parallel"),
+        ("trainer: {distributed_optimizer: true}", "does nothing while data_parallel is 1"),
+        ("trainer: {context_parallel: 2}, algorithm: {loss: gspo}", "needs the ratio of whole trajectories"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(text: str, message: str) -> None:
+    whole = f"{{name: r, steps: 9, model: {{path: m}}, tasks: [{{name: a, environment: 'm:C'}}], {text}}}"
+    with pytest.raises(msgspec.ValidationError, match=message):
+        msgspec.yaml.decode(whole, type=Config)

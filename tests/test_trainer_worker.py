@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ import torch
 import zmq
 
 from rollart.batch_file import batch_path, read_batch
+from rollart.config import Config, Trainer
 from rollart.packing import pack_floats, pack_ids, unpack_floats
 from rollart.peer import Peer
 from rollart.protocol import (
@@ -100,13 +102,13 @@ class Controller:
         assert getattr(answer, "seq", None) == getattr(message, "seq", None)
         return answer
 
-    def start(self, model: Path) -> Ready:
+    def start(self, model: Path, config: Config | None = None) -> Ready:
         """Shake hands, and wait until it is ready."""
         first = [self.receive(60), self.receive(60)]
         assert {type(message) for message in first} == {Hello, Attach}
-        config = msgspec.msgpack.encode(make_config())
+        encoded = msgspec.msgpack.encode(config or make_config())
         self.send(
-            Welcome(config, str(self.folder), str(model), str(self.folder / "store"), "", "", 0.05, 60.0)
+            Welcome(encoded, str(self.folder), str(model), str(self.folder / "store"), "", "", 0.05, 60.0)
         )
         ready = self.receive(120)
         assert isinstance(ready, Ready), ready
@@ -222,3 +224,59 @@ def test_what_a_trainer_does_not_serve_is_refused(controller: Controller) -> Non
     failure = controller.ask(Failure, Suspend(20))
     assert failure.kind is FailureKind.DETERMINISTIC
     assert "Suspend" in failure.message
+
+
+# --- of several processes ----------------------------------------------------------------------------------
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()] + [
+        int(each)
+        for thread in Path(f"/proc/{pid}/task").iterdir()
+        if thread.name != str(pid)
+        for each in (thread / "children").read_text().split()
+    ]
+
+
+def wait_for_end(pid: int) -> None:
+    end = time.monotonic() + 20
+    while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]:
+        assert time.monotonic() < end, f"process {pid} is still there"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def pair(tmp_path: Path, model: Path) -> Iterator[Controller]:
+    """A trainer worker of two processes."""
+    controller = Controller(tmp_path)
+    try:
+        options = Trainer(learning_rate=1e-3, data_parallel=2, distributed_optimizer=True)
+        assert controller.start(model, make_config(trainer=options)).facts["processes"] == "2"
+        yield controller
+    finally:
+        controller.close()
+
+
+def test_two_processes_train_and_publish_and_none_outlives_the_first(pair: Controller, model: Path) -> None:
+    frames = frames_of(make_groups(reference_model(model), make_config()))
+    assert pair.ask(Done, TrainPart(1, 0, 0), frames) == Done(1)
+    assert pair.ask(Trained, TrainStep(2, 0, len(frames), 0, 1.0)).skipped == ""
+    published = pair.ask(Published, Publish(3, 1, 0, pack_ids(CANARY)))
+    assert pair.ask(Done, Export(4, str(pair.folder / "export"))) == Done(4)
+    assert unpack_floats(published.canary_logprobs) == pytest.approx(
+        canary_of(pair.folder / "export"), abs=1e-4
+    )
+    assert pair.ask(Done, SaveCheckpoint(5, str(pair.folder / "checkpoint"), 1)) == Done(5)
+    (other,) = children_of(pair.process.pid)
+    pair.process.kill()
+    wait_for_end(other)
+
+
+def test_a_trainer_that_lost_a_process_says_so_and_ends(pair: Controller) -> None:
+    (other,) = children_of(pair.process.pid)
+    os.kill(other, signal.SIGKILL)
+    farewell = pair.receive(30)
+    assert isinstance(farewell, Goodbye)
+    assert farewell.reason == "process 1 of the trainer ended with exit code -9"
+    assert pair.process.wait(30) == 1
+    assert list((pair.folder / "private").iterdir()) == []

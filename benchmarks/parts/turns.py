@@ -69,6 +69,6 @@ def turns_config(live: int) -> Config:
             redundant_members=REDUNDANT_MEMBERS,
         ),
         trainer=Trainer(verify_share=0.0),
-        inference=Inference(max_model_len=CONTEXT_TOKENS),
+        inference=Inference(max_model_len=CONTEXT_TOKENS, max_requests=1_000_000),
         environments=Environments(max_sessions=1_000_000),
     )

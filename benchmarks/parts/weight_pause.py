@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.parts.report import Row
 from benchmarks.parts.weight_pullers import Pullers, open_store
-from rollart.config import DType, Inference, RandomModel
+from rollart.config import Inference, RandomModel
 from rollart.launch.mooncake import MooncakeServers
 from rollart.packing import pack_ids
 from rollart.protocol import Generate
@@ -96,21 +96,29 @@ class _Swaps:
             taken = [await self._swap(trainer, inference, others) for _ in range(2 + SWAPS)][2:]
         inference.close()
         trainer.close()
-        pull, pause, load = (statistics.median(column) for column in zip(*taken, strict=True))
+        pull, suspend, pause, canary, load = (
+            statistics.median(column) for column in zip(*taken, strict=True)
+        )
         return {
             "store": kind,
             "pullers": count,
             "bytes": self._size,
             "pull_s": pull,
+            "suspend_s": suspend,
             "pause_s": pause,
+            "canary_s": canary,
             "load_s": load,
         }
 
-    async def _swap(
-        self, trainer: WeightStore, inference: WeightStore, others: Pullers
-    ) -> tuple[float, float, float]:
-        """Seconds of the pull, of the pause, and of a load into the engine that has nothing else to do."""
+    async def _swap(self, trainer: WeightStore, inference: WeightStore, others: Pullers) -> tuple[float, ...]:
+        """Seconds of the pull, the suspend, the pause, the canary, and a load into the engine that has nothing to do.
+
+        While it is being suspended the engine completes its step.  In the pause it stands still: until it goes on
+        with what was in flight.  It computes their caches again, and the canary waits for its turn beside them.
+        """
         self._version += 1
+        for tensor in self._tensors.values():
+            tensor.view(-1)[0] += 1e-3  # a bucket that is the same would not travel again
         reference = await asyncio.to_thread(trainer.publish, self._version, buffers_of(self._tensors.items()))
         generating = [asyncio.ensure_future(self._engine.generate(self._request())) for _ in range(IN_FLIGHT)]
         beside = asyncio.ensure_future(asyncio.to_thread(others.pull, reference))
@@ -119,10 +127,12 @@ class _Swaps:
         weights = await asyncio.to_thread(inference.pull, reference)
         pulled = time.perf_counter()
         await self._engine.suspend()
+        still = time.perf_counter()
         await self._engine.load(weights.path, self._version)
         await self._engine.resume()
-        await self._engine.score(CANARY)
         resumed = time.perf_counter()
+        await self._engine.score(CANARY)
+        scored = time.perf_counter()
         for request in generating:
             request.cancel()
         await asyncio.wait({*generating, beside})
@@ -133,7 +143,7 @@ class _Swaps:
         await self._engine.resume()
         weights.close()
         trainer.collect(self._version)
-        return pulled - began, resumed - pulled, loaded - idle
+        return pulled - began, still - pulled, resumed - still, scored - resumed, loaded - idle
 
     def _request(self) -> Generate:
         self._requests += 1
@@ -153,6 +163,7 @@ class _Swaps:
 def _delta_rows(tensors: dict[str, torch.Tensor], folder: Path, address: str) -> list[Row]:
     """Publish versions of which a share of the elements changed; what a pull of the changes takes, and of all."""
     rows = []
+    tensors = {name: tensor.bfloat16() for name, tensor in tensors.items()}
     size = sum(tensor.nbytes for tensor in tensors.values())
     trainer, inference = (
         open_store(address, folder / "delta", name, delta=True) for name in ("trainer", "inference")
@@ -191,13 +202,11 @@ def _delta_rows(tensors: dict[str, torch.Tensor], folder: Path, address: str) ->
 async def _measure(folder: Path) -> tuple[list[Row], list[Row]]:
     model = folder / "model"
     write_model_folder(MODEL, model)
-    tensors = {
-        name: torch.randn(shape).mul_(0.02).bfloat16() for name, shape in expected_shapes(model).items()
-    }
+    tensors = {name: torch.randn(shape).mul_(0.02) for name, shape in expected_shapes(model).items()}
     size = sum(tensor.nbytes for tensor in tensors.values())
     (folder / "logs").mkdir()
     servers = MooncakeServers(folder / "logs", nodes=1, node_bytes=12 * size)
-    settings = Inference(dtype=DType.BFLOAT16, kv_cache_gib=0.5, max_num_seqs=2 * IN_FLIGHT)
+    settings = Inference(kv_cache_gib=0.5, max_num_seqs=2 * IN_FLIGHT)
     engine = await VllmEngine.start(str(model), settings, seed=0, scratch_in=folder)
     try:
         await servers.start()

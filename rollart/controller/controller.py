@@ -11,15 +11,16 @@ import contextlib
 import enum
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from rollart import __version__
 from rollart.config import Config
 from rollart.controller import events
+from rollart.controller.cluster_calls import ClusterCalls
 from rollart.controller.llm_proxy import LLMProxy
 from rollart.controller.losses import Losses
 from rollart.controller.metrics import Metrics
@@ -37,9 +38,13 @@ from rollart.controller.training_loop import TrainingLoop
 from rollart.controller.trajectory import Reason
 from rollart.controller.transport import Transport
 from rollart.controller.weight_sync import WeightSync, canary_prompt
+from rollart.declare import Cluster
 from rollart.errors import RunError
 from rollart.launch.local import Placement, WorkerExit
 from rollart.protocol import Role, Welcome
+
+if TYPE_CHECKING:
+    from rollart.endpoint.server import Endpoint
 
 __all__ = ["Controller", "Launcher", "Outcome"]
 
@@ -106,11 +111,13 @@ class Controller:
         store_master: str = "",
         functions: FunctionsAddress | None = None,
         unix_time: Callable[[], float] = time.time,
+        clusters: Sequence[Cluster] = (),
     ) -> None:
         """``folder`` is created; ``launch(on_exit)`` makes the launcher of the workers; ``vocabulary_size``
         is the model's; ``rewards`` scores trajectories, by default as the tasks' ``reward`` sections say;
         ``store_master`` is the Mooncake master's address, where weights travel through one; ``functions`` is
-        the function host, where a reward is ``local``."""
+        the function host, where a reward is ``local``; ``clusters`` are bound to the run's workers when those
+        serve."""
         self.config = config
         self.folder = folder
         self.model_dir = Path(config.model.path).absolute() if config.model.path else folder.model
@@ -123,9 +130,12 @@ class Controller:
         self._rewards: Rewards
         self._store_master = store_master
         self._unix_time = unix_time
+        self._clusters = clusters
         self.events = events.EventLog(folder.open_events())
         self.versions = Versions()
         self.loop: TrainingLoop | None = None
+        self.endpoint: Endpoint | None = None
+        """Where agents call, if any task has one."""
         self._end: asyncio.Future[Outcome]
         self._joined: asyncio.Event
 
@@ -203,7 +213,15 @@ class Controller:
             on_change=self._on_link,
             on_leaving=lambda link: self.proxy.close_worker(link.name),
         )
-        self.proxy = LLMProxy(self.switchboard, config, lowest_version=lambda: bound.floor(self.versions))
+        self.resources = ResourceManager(config)
+        self.proxy = LLMProxy(
+            self.switchboard,
+            config,
+            lowest_version=lambda: bound.floor(self.versions),
+            resources=self.resources,
+            run=self._context,
+        )
+        self.endpoint = self._make_endpoint()
         self.rollout = Rollout(
             config,
             self.switchboard,
@@ -213,6 +231,7 @@ class Controller:
             rewards=self._rewards,
             run=self._context,
             metrics=self.metrics,
+            endpoint=self.endpoint,
         )
         self.sync = WeightSync(
             config,
@@ -248,6 +267,13 @@ class Controller:
         run_id = self.folder.store.name if self.folder.store is not None else self.config.name
         return RewardClient(self.config, make, run_id=run_id, bug=self.fail)
 
+    def _make_endpoint(self) -> Endpoint | None:
+        if not any(task.is_agent for task in self.config.tasks):
+            return None
+        from rollart.endpoint.server import Endpoint  # its packages are wanted only here
+
+        return Endpoint(self.config, self.model_dir, bug=self._context.bug, unix_time=self._unix_time)
+
     def _welcome(self) -> Welcome:
         config = self.config
         return Welcome(
@@ -264,9 +290,18 @@ class Controller:
     async def _main(self) -> None:
         self.switchboard.start()
         asyncio.get_running_loop().set_exception_handler(self._on_loop_error)
-        status = asyncio.ensure_future(self._show_status())
+        beside = [
+            asyncio.ensure_future(self._beside(work)) for work in (self._show_status(), self.proxy.adapt())
+        ]
         try:
+            if self.endpoint is not None:
+                await self.endpoint.start()
+                self._progress.say(f"agents call {self.endpoint.base_url}")
             trainer = await self._start_workers()
+            timeout_s = self.config.inference.generate_timeout_s
+            calls = ClusterCalls(self.switchboard, self.proxy, self._context, timeout_s=timeout_s)
+            for cluster in self._clusters:
+                cluster.bind(calls)
             self.loop = TrainingLoop(
                 self.config,
                 self.folder,
@@ -282,11 +317,14 @@ class Controller:
             )
             await self.loop.run()
         finally:
-            status.cancel()
+            for cluster in self._clusters:
+                cluster.bind(None)
+            for work in beside:
+                work.cancel()
 
     async def _start_workers(self) -> Link:
         """Start all workers and wait until each serves; the trainer's link."""
-        placements = ResourceManager(self.config).placements()
+        placements = self.resources.placements()
         self._progress.say(f"starting {len(placements)} workers; run folder {self.folder.path}")
         bound = self._bound
         most = "is not bounded" if bound.max_train_lag is None else f"is at most {bound.max_train_lag}"
@@ -320,7 +358,9 @@ class Controller:
 
     def _on_link(self, link: Link, reason: str) -> None:
         self.events.write(
-            events.WorkerChanged(self._context.clock(), link.name, link.role, link.state, reason)
+            events.WorkerChanged(
+                self._context.clock(), link.name, link.role, link.state, reason, link.hello.hardware_class
+            )
         )
         self._joined.set()
         if link.state is LinkState.GONE:
@@ -413,6 +453,9 @@ class Controller:
             self.rollout.close(Reason.SHUTDOWN)
             await self.rollout.manager.close()
             await self._rewards.close()
+        with _recorded("ending the endpoint"):
+            if self.endpoint is not None:
+                await self.endpoint.stop()
         with _recorded("ending the training loop"):
             if self.loop is not None:
                 await self.loop.close()
@@ -436,6 +479,7 @@ class Controller:
             "refused_frames": self.switchboard.refused_frames,
             "refused_frames_at_workers": self.switchboard.refused_frames_at_workers,
             "refused_peers": self._transport.refused_peers,
+            **(self.endpoint.counts if self.endpoint is not None else {}),
         }
 
     @property
@@ -453,6 +497,13 @@ class Controller:
         elif self.loop.doing == "evaluation":
             waits = f": {self.rollout.evaluation.waiting_for()}"
         return f"{self.loop.doing}{requests}{waits}"
+
+    async def _beside(self, work: Coroutine[Any, Any, None]) -> None:
+        """What goes on beside the run until its end: a bug in it stops the run, named."""
+        try:
+            await work
+        except Exception as error:  # the boundary of such a task
+            self.fail(error)
 
     async def _show_status(self) -> None:
         while True:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
+from typing import TYPE_CHECKING
 
 from rollart.config import Config, Schedule
+from rollart.controller.agents import AgentPlayer
 from rollart.controller.llm_proxy import Answer, LLMProxy
 from rollart.controller.pace import LockStep, OwnPace, Pace
 from rollart.controller.rewards import RewardError, Rewards
@@ -20,6 +22,9 @@ from rollart.controller.trajectory import Kind, Next, Reason, State, Trajectory
 from rollart.controller.warm_pool import Instance, WarmPool
 from rollart.packing import ID_BYTES
 from rollart.protocol import Close, FailureKind, Observation, Reset, Role, Step
+
+if TYPE_CHECKING:
+    from rollart.endpoint.server import Endpoint
 
 __all__ = ["EnvManager"]
 
@@ -45,6 +50,7 @@ class EnvManager:
         run: RunContext,
         on_sampled: Callable[[Trajectory, Answer], None],
         on_settled: Callable[[Trajectory], None],
+        endpoint: Endpoint | None = None,
     ) -> None:
         """``on_sampled`` hears each answer and may end the trajectory; ``on_settled`` hears
         of each trajectory that became SCORED or FAILED."""
@@ -57,6 +63,9 @@ class EnvManager:
         self._run = run
         self._on_sampled = on_sampled
         self._on_settled = on_settled
+        self._agents = AgentPlayer(
+            config, switchboard, proxy, endpoint, on_sampled=on_sampled, stop=self.stop
+        )
         self._starting: deque[Trajectory] = deque()
         self._episodes: dict[int, tuple[Link, str]] = {}
         """Each trajectory's open episode: at which worker, under which name."""
@@ -185,6 +194,8 @@ class EnvManager:
         link = await self._place(trajectory.kind, trajectory.task, failed_at)
         link.sessions += 1
         self._episodes[trajectory.id] = (link, trajectory.session)
+        if self._agents.plays(trajectory.task):
+            return await self._agents.play(trajectory, link)
         request = Reset(
             self._switchboard.next_seq(),
             trajectory.session,

@@ -20,6 +20,8 @@ from rollart.packed_array import PackedArray
 from rollart.protocol import VersionRun
 
 __all__ = [
+    "AffinityProposed",
+    "Bound",
     "Dispatched",
     "Ended",
     "Evaluated",
@@ -30,6 +32,7 @@ __all__ = [
     "Published",
     "Pulled",
     "Quarantined",
+    "RoleChanged",
     "Sampled",
     "Shipped",
     "Started",
@@ -102,6 +105,10 @@ class Sampled(_Event):
     versions: list[VersionRun]
     finish_reason: str
     cached_tokens: int
+    prefilled_by: str = ""
+    """The worker that computed the prompt, where another one decoded."""
+    kept_tokens: int = 0
+    """So many of the tokens are from workers that were lost before the answer was complete."""
 
 
 class GroupEnded(_Event):
@@ -151,6 +158,7 @@ class WorkerChanged(_Event):
     role: str
     state: str
     reason: str
+    hardware_class: str = ""
 
 
 class Published(_Event):
@@ -203,6 +211,37 @@ class Evaluated(_Event):
     """Of each task, where there are several."""
 
 
+class Bound(_Event):
+    """A trajectory's requests go to hardware of a class from now on; ``reason`` says why it isn't the ``wanted`` one.
+
+    ``phase`` is ``both`` for a request that is served whole, else ``prefill`` or ``decode``.
+    """
+
+    trajectory: int
+    task: str
+    phase: str
+    wanted: str
+    hardware_class: str
+    reason: str
+
+
+class RoleChanged(_Event):
+    """A worker serves another phase from now on, and why."""
+
+    worker: str
+    before: str
+    after: str
+    reason: str
+
+
+class AffinityProposed(_Event):
+    """``hw_affinity: auto`` prefers other classes for a task from now on, and why."""
+
+    task: str
+    order: list[str]
+    reason: str
+
+
 class Ended(_Event):
     """The run is over: ``success``, ``error`` or ``interrupted``, and the first cause."""
 
@@ -232,6 +271,9 @@ Event = (
     | Pulled
     | Ended
     | Quarantined
+    | Bound
+    | RoleChanged
+    | AffinityProposed
 )
 
 _decoder: msgspec.msgpack.Decoder[list[Event]] = msgspec.msgpack.Decoder(list[Event])

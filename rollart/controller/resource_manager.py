@@ -1,14 +1,17 @@
-"""ResourceManager: which workers a run wants, and where."""
+"""ResourceManager: which workers a run wants, where, and which of them there are."""
 
 from __future__ import annotations
 
 from rollart.config import Config
+from rollart.config_routing import AUTO, Phase, Pool
+from rollart.controller.affinity import Orders
 from rollart.launch.local import Placement
 from rollart.protocol import Role
 
 __all__ = ["ResourceManager", "role_and_number"]
 
 HARDWARE_CLASS = "CPU"
+"""Of what the config gives no other."""
 
 
 class ResourceManager:
@@ -16,20 +19,20 @@ class ResourceManager:
 
     def __init__(self, config: Config) -> None:
         self._config = config
+        self._orders = Orders(config.inference)
 
     def placements(self) -> list[Placement]:
         """Every worker, the slowest to start first."""
         config = self._config
-        wanted = [
-            (Role.INFERENCE, config.inference.workers, config.inference.threads),
+        others = [
             (Role.TRAINER, 1, config.trainer.threads),
         ]
         placements = [
             Placement(f"{role}-{number}", role, HARDWARE_CLASS, {"OMP_NUM_THREADS": str(threads)})
-            for role, count, threads in wanted
+            for role, count, threads in others
             for number in range(count)
         ]
-        return placements + self._environments()
+        return [*self._inference(), *placements, *self._environments()]
 
     def _environments(self) -> list[Placement]:
         """So many workers for each interpreter that tasks name, and for those that name none."""
@@ -51,14 +54,67 @@ class ResourceManager:
             for number in range(config.environments.workers)
         ]
 
+    def _inference(self) -> list[Placement]:
+        inference = self._config.inference
+        found: list[Placement] = []
+        for pool in inference.all_pools:
+            for position in range(pool.workers):
+                variables = {"OMP_NUM_THREADS": str(pool.threads or inference.threads)}
+                if pool.devices:
+                    variables["CUDA_VISIBLE_DEVICES"] = str(pool.devices[position])
+                name = f"{Role.INFERENCE}-{len(found)}"
+                found.append(Placement(name, Role.INFERENCE, pool.hardware, variables))
+        return found
+
+    def pool_of(self, worker: str, hardware: str) -> Pool:
+        """The pool that an inference worker of that name and class belongs to."""
+        _, _, number = worker.rpartition("-")
+        return self._config.inference.pool_of(int(number) if number.isdecimal() else None, hardware)
+
     def explain(self) -> str:
-        """The placement as a person reads it, a line a worker."""
-        return "\n".join(
-            f"{p.name:<16} a process of this machine, hardware class {p.hardware_class}, "
-            f"{p.environment['OMP_NUM_THREADS']} thread(s)"
-            f"{f', of {p.interpreter}' if p.interpreter else ''}{f', for {chr(44).join(p.tasks)}' if p.tasks else ''}"
-            for p in self.placements()
+        """The placement as a person reads it, a line a worker, and what goes where."""
+        lines = [self._line(placement) for placement in self.placements()]
+        return "\n".join([*lines, *self._affinities()])
+
+    def _line(self, placement: Placement) -> str:
+        text = (
+            f"{placement.name:<16} a process of this machine, hardware class {placement.hardware_class}, "
+            f"{placement.environment['OMP_NUM_THREADS']} thread(s)"
         )
+        if placement.interpreter:
+            text += f", of {placement.interpreter}"
+        if placement.tasks:
+            text += f", for {','.join(placement.tasks)}"
+        if placement.role != Role.INFERENCE:
+            return text
+        pool = self.pool_of(placement.name, placement.hardware_class)
+        device = placement.environment.get("CUDA_VISIBLE_DEVICES")
+        parts = [
+            "" if device is None else f"GPU {device}",
+            "" if pool.phase is Phase.BOTH else f"for {pool.phase}",
+            "" if pool.slowdown == 1 else f"slowed down {pool.slowdown:g} times",
+        ]
+        return ", ".join([text, *filter(None, parts)])
+
+    def _affinities(self) -> list[str]:
+        if self._orders.trivial:
+            return []
+        lines = []
+        for task in self._config.tasks:
+            order = self._orders.of(task.name)
+            if order.split:
+                where = f"prefill on {_chain(order.prefill)}, decode on {_chain(order.decode)}"
+            else:
+                where = f"on {_chain(order.whole)}"
+            lines.append(f"task {task.name:<11} {where}")
+        if self._config.inference.hw_affinity == AUTO:
+            lines.append("hw_affinity auto: the order of each task is proposed once its turns are known")
+        return lines
+
+
+def _chain(classes: tuple[str, ...]) -> str:
+    first, *rest = classes
+    return f"{first}, else {', then '.join(rest)}" if rest else first
 
 
 def role_and_number(worker: str) -> tuple[Role, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from rollart.config import Config, MixedVersions
 from rollart.controller import events
@@ -26,6 +27,9 @@ from rollart.controller.switchboard import Switchboard
 from rollart.controller.task_source import TaskSource
 from rollart.controller.trajectory import Kind, Limits, Reason, State, Trajectory
 from rollart.packing import ID_BYTES, count_unsound
+
+if TYPE_CHECKING:
+    from rollart.endpoint.server import Endpoint
 
 __all__ = ["Rollout"]
 
@@ -47,6 +51,7 @@ class Rollout:
         rewards: Rewards,
         run: RunContext,
         metrics: Metrics,
+        endpoint: Endpoint | None = None,
     ) -> None:
         self._config = config
         self._bound = bound
@@ -95,6 +100,7 @@ class Rollout:
             run=run,
             on_sampled=self._sampled,
             on_settled=self._settled,
+            endpoint=endpoint,
         )
         self.evaluation = Evaluation(
             config.tasks, config.evaluation.episodes, start=self._start_eval, run=run
@@ -131,7 +137,11 @@ class Rollout:
             asyncio.get_running_loop().call_soon(self._admit_more)
         elif warm := self._config.environments.warm_groups:
             rollout = self._config.rollout
-            coming = self.source.peek(warm, self._versions.n)
+            coming = [
+                instance
+                for instance in self.source.peek(warm, self._versions.n)
+                if not self._config.task(instance[0]).is_agent
+            ]
             self.manager.warm.prepare(coming, rollout.group_size + rollout.redundant_members)
 
     def _admit_more(self) -> None:
@@ -276,13 +286,18 @@ class Rollout:
                 generated.versions,
                 generated.finish_reason,
                 generated.cached_tokens,
+                answer.prefilled_by,
+                answer.kept_tokens,
             )
         )
         if trajectory.kind is Kind.EVAL:
             return
         if (trajectory.oldest or 0) < self._bound.floor(self._versions):
             self._abort(trajectory, Reason.STALE)
-        elif self._config.rollout.mixed_versions is MixedVersions.DROP and len(trajectory.versions) > 1:
+        elif (
+            self._config.rollout.mixed_versions is MixedVersions.DROP
+            and trajectory.oldest != trajectory.newest
+        ):
             self._abort(trajectory, Reason.MIXED_VERSIONS)
 
     def _abort(self, trajectory: Trajectory, reason: Reason) -> None:

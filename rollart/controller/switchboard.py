@@ -26,15 +26,19 @@ from rollart.protocol import (
     Cancel,
     Close,
     ControllerBeat,
+    Execute,
     Failure,
     FailureKind,
     Generate,
     Goodbye,
     Hello,
     Message,
+    Play,
+    Progress,
     Publish,
     Ready,
     Refused,
+    Release,
     Reset,
     Role,
     Shutdown,
@@ -53,10 +57,14 @@ __all__ = ["CallError", "Link", "LinkState", "Switchboard"]
 logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer", bound=Message)
-DATA_MESSAGES = frozenset({Generate, Reset, Step, Close, TrainPart, TrainStep, Publish})
+DATA_MESSAGES = frozenset(
+    {Execute, Generate, Release, Reset, Step, Close, Play, TrainPart, TrainStep, Publish}
+)
 """What must keep its order goes one way: a Close after its Reset, a TrainStep after its parts."""
 GOODBYE_PATIENCE_S = 0.2
 """For the last message of a worker that ends; it is on its way when the end shows, and knows the reason."""
+LEAVING_PATIENCE_S = 5.0
+"""For a worker to say that it has dropped what was cancelled; then it counts as dropped."""
 
 
 class CallError(Exception):
@@ -135,15 +143,23 @@ class Link:
 class _Call:
     """A request that waits for its answer; the request itself may be large, and is not kept."""
 
-    __slots__ = ("answer", "link", "request", "timeout_s")
+    __slots__ = ("answer", "link", "on_left", "on_progress", "request", "timeout_s")
 
     def __init__(
-        self, answer: asyncio.Future[Message], link: Link, request: type[Message], timeout_s: float
+        self,
+        answer: asyncio.Future[Message],
+        link: Link,
+        request: type[Message],
+        timeout_s: float,
+        on_progress: Callable[[Progress], None] | None,
+        on_left: Callable[[], None] | None,
     ) -> None:
         self.answer = answer
         self.link = link
         self.request = request
         self.timeout_s = timeout_s
+        self.on_progress = on_progress
+        self.on_left = on_left
 
 
 class Switchboard:
@@ -172,6 +188,8 @@ class Switchboard:
         self._on_change = on_change
         self._on_leaving = on_leaving
         self._pending: dict[int, _Call] = {}
+        self._leaving: dict[int, tuple[Link, Callable[[], None]]] = {}
+        """Calls that were given up, of which the worker has yet to say that it has dropped them."""
         self._by_identity: dict[bytes, Link] = {}
         """Of both of its connections."""
         self._loop = asyncio.get_running_loop()
@@ -219,18 +237,23 @@ class Switchboard:
         *,
         timeout_s: float,
         payload: list[bytes] | None = None,
+        on_progress: Callable[[Progress], None] | None = None,
+        on_left: Callable[[], None] | None = None,
     ) -> Answer:
         """Send ``request``, which carries a fresh ``seq``, and wait for its answer.
 
         ``CallError`` when the worker fails it, is lost or is silent for ``timeout_s``; a caller that is
-        cancelled, or that times out, cancels the request at the worker too.
+        cancelled, or that times out, cancels the request at the worker too.  ``on_left`` hears, once, that the worker
+        does not have the request any more: that can be later than the end of the call.
         """
         if link.state is LinkState.GONE or link.leaving is not None:
+            if on_left is not None:
+                on_left()
             raise CallError(FailureKind.INFRASTRUCTURE, f"{link.name} is gone")
         seq: int = request.seq  # type: ignore[attr-defined]
         asked = type(request)
         future: asyncio.Future[Message] = self._loop.create_future()
-        self._pending[seq] = _Call(future, link, asked, timeout_s)
+        call = self._pending[seq] = _Call(future, link, asked, timeout_s, on_progress, on_left)
         self._deadlines.set(seq, timeout_s)
         try:
             self.tell(link, request, payload)
@@ -240,13 +263,15 @@ class Switchboard:
             )  # they are as large as a prompt or a batch, and this coroutine waits for long
             answer = await future
         except asyncio.CancelledError:
-            self._cancel(link, asked, seq)
+            self._cancel(call, seq)
             raise
         finally:
             self._deadlines.clear(seq, timeout_s)
             self._pending.pop(seq, None)
+            if call.on_left is not None:
+                call.on_left()
             # An error holds this frame, and the future holds the error: a cycle, and a trajectory hangs on it.
-            del future
+            del future, call
         if type(answer) is expect:
             return answer
         if isinstance(answer, Failure):
@@ -266,10 +291,24 @@ class Switchboard:
         else:
             outbox.add(message)
 
-    def _cancel(self, link: Link, asked: type[Message], seq: int) -> None:
+    def _cancel(self, call: _Call, seq: int) -> None:
         """Behind the request, on its own connection: a cancel that overtook it would find nothing."""
-        if link.state is not LinkState.GONE:
-            link.outbox(asked).add(Cancel(seq))
+        if call.link.state is LinkState.GONE:
+            return
+        call.link.outbox(call.request).add(Cancel(seq))
+        if call.on_left is not None and not isinstance(_result_of(call.answer), Message):
+            self._leaving[seq] = call.link, call.on_left
+            call.on_left = None
+            self._deadlines.set(-seq, LEAVING_PATIENCE_S)
+
+    def _left(self, seq: int) -> bool:
+        """The worker has dropped request ``seq``, as far as anybody can know; whether somebody waited for that."""
+        waited = self._leaving.pop(seq, None)
+        if waited is None:
+            return False
+        self._deadlines.clear(-seq, LEAVING_PATIENCE_S)
+        waited[1]()
+        return True
 
     def _outbox(self, connection: str, name: str) -> Outbox:
         identity = f"{connection}:{name}".encode()
@@ -318,14 +357,19 @@ class Switchboard:
             if call.link is link and not call.answer.done():
                 said = f"{link.name} is lost: {reason}"
                 call.answer.set_exception(CallError(FailureKind.INFRASTRUCTURE, said))
+        for seq in [seq for seq, (where, _) in self._leaving.items() if where is link]:
+            self._left(seq)
 
     def _expire(self, seq: int) -> None:
+        if seq < 0:
+            self._left(-seq)
+            return
         call = self._pending.get(seq)
         if call is None or call.answer.done():
             return
         said = f"{call.link.name} did not answer {call.request.__name__} within {call.timeout_s:g} s"
         call.answer.set_exception(CallError(FailureKind.TIMEOUT, said))
-        self._cancel(call.link, call.request, seq)
+        self._cancel(call, seq)
 
     # --- what comes in --------------------------------------------------------------------------------
 
@@ -353,7 +397,19 @@ class Switchboard:
             if call is not None and call.link is link and not call.answer.done():
                 call.answer.set_result(message)
             elif link is not None and link.state is not LinkState.GONE:
-                self.late_answers += 1
+                waited = self._left(message.seq)  # type: ignore[union-attr]
+                if not (waited and isinstance(message, Failure) and message.kind is FailureKind.CANCELLED):
+                    self.late_answers += 1
+            return
+        if isinstance(message, Progress):
+            call = self._pending.get(message.seq)
+            if (
+                call is not None
+                and call.link is link
+                and call.on_progress is not None
+                and not call.answer.done()
+            ):
+                call.on_progress(message)
             return
         if isinstance(message, Hello):
             self._greet(identity, message)
@@ -429,7 +485,14 @@ class Switchboard:
                     self.lose(link, f"silent for {silence:g} s")
 
 
-_NO_ANSWERS = frozenset({Hello, Attach, Ready, Beat, Goodbye})
+_NO_ANSWERS = frozenset({Hello, Attach, Ready, Beat, Goodbye, Progress})
+
+
+def _result_of(answer: asyncio.Future[Message]) -> Message | None:
+    """What came, if anything did."""
+    if answer.done() and not answer.cancelled() and answer.exception() is None:
+        return answer.result()
+    return None
 
 
 def _identities(name: str) -> tuple[bytes, bytes]:

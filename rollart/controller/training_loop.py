@@ -79,6 +79,8 @@ class TrainingLoop:
         self._progress = progress
         self._file = MetricsFile(folder.open_metrics())
         self._publishing: asyncio.Task[None] | None = None
+        self._saving: asyncio.Task[None] | None = None
+        self._score: float | None = None
         self._skipped_in_a_row = 0
         self._gap_told = False
         self._health = Health(config.health)
@@ -105,15 +107,16 @@ class TrainingLoop:
             if self._step == config.steps:
                 await self._finish(row)
             elif config.trainer.checkpoint_every and self._step % config.trainer.checkpoint_every == 0:
-                await self.save()
+                await self._save_soon(row)
             self._file.write(row)
             self._progress.step(row, self._metrics.live)
 
     async def close(self) -> None:
         """Stop what goes on in the background."""
-        if self._publishing is not None:
-            self._publishing.cancel()
-            await asyncio.wait({self._publishing})
+        for task in (self._publishing, self._saving):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait({task})
         self._file.close()
 
     # --- one iteration --------------------------------------------------------------------------------
@@ -207,11 +210,10 @@ class TrainingLoop:
         for number, group in enumerate(groups, 1):
             batch.add(group)
             samples += (
-                events.TrainedSample(t.id, t.tokens, t.sampled, trained_runs(t, mixed)) for t in group.scored
+                events.TrainedSample(t.id, t.length, t.sampled, trained_runs(t, mixed)) for t in group.scored
             )
-            part.append(
-                encode_group(TrainGroup(group.id, group.task, [t.take_sample() for t in group.scored]))
-            )
+            sequences = [sample for t in group.scored for sample in t.take_samples()]
+            part.append(encode_group(TrainGroup(group.id, group.task, sequences)))
             size += len(part[-1])
             if size >= PART_BYTES or number == len(groups):
                 await self._call(TrainPart(self._switchboard.next_seq(), self._step, first), Done, part)
@@ -297,10 +299,37 @@ class TrainingLoop:
             raise
 
     async def save(self) -> None:
-        """Have the trainer write a checkpoint and let go of the oldest."""
+        """Have the trainer write a checkpoint and let go of the oldest; it is there when this returns."""
+        await self._saved()
+        await self._call(self._checkpoint(), Done)
+
+    def _checkpoint(self) -> SaveCheckpoint:
+        options = self._config.trainer
         path = self._folder.checkpoints / f"step-{self._step:06}"
-        keep = self._config.trainer.keep_checkpoints or KEEP_CHECKPOINTS
-        await self._call(SaveCheckpoint(self._switchboard.next_seq(), str(path), keep), Done)
+        keep = options.keep_checkpoints or KEEP_CHECKPOINTS
+        seq = self._switchboard.next_seq()
+        return SaveCheckpoint(seq, str(path), keep, options.keep_best, self._score)
+
+    async def _save_soon(self, row: Row) -> None:
+        """Start a checkpoint in the background, once the one before it is there."""
+        await self._saved()
+        score = row.get("eval_success" if self._config.evaluation.every else "success_rate")
+        if isinstance(score, int | float):
+            self._score = float(score)
+        self._saving = asyncio.get_running_loop().create_task(self._save_now(self._checkpoint()))
+        # Its request must be on the way before the next TrainStep: it speaks of the weights between the two.
+        await asyncio.sleep(0)
+
+    async def _save_now(self, request: SaveCheckpoint) -> None:
+        try:
+            await self._call(request, Done)
+        except RunError as error:
+            self._run.bug(error)
+
+    async def _saved(self) -> None:
+        """Until no checkpoint is on its way."""
+        if self._saving is not None:
+            await self._saving
 
     async def salvage(self, timeout_s: float) -> str:
         """Of a run that ends early, save what the trainer can save so quickly; what came of it, in a sentence."""

@@ -12,6 +12,7 @@ import enum
 from collections.abc import Callable, Sequence
 
 from rollart.controller.record import Record
+from rollart.controller.sequences import Branches
 from rollart.errors import InvariantError
 from rollart.packing import ID_BYTES, pack_floats, pack_ids
 from rollart.protocol import TrainSample, VersionRun
@@ -118,6 +119,7 @@ class Trajectory:
 
     __slots__ = (
         "_answer_bytes",
+        "_branches",
         "_observer",
         "attempt",
         "detail",
@@ -185,6 +187,8 @@ class Trajectory:
         """Runs over the S sampled tokens; their versions never fall."""
         self.tokens = 0
         """T, prompt and observations included."""
+        self._branches: Branches | None = None
+        """An agent's other conversations; all of the above is of the one that was taken up last."""
         self._answer_bytes = 0
         self.turns = 0
         self.turn_tokens = b""
@@ -254,6 +258,38 @@ class Trajectory:
         self.move(State.STEPPING)
         return Next.STEP
 
+    def asked(self, sequence: int, ids: bytes) -> None:
+        """An agent called: ``ids`` follow what its conversation ``sequence`` holds; a new number is a new one.
+
+        Conversations are numbered from 0.  What a branch shares with another is in its ``ids``, as context: each
+        sampled token is trained in the one sequence that it was sampled in.
+        """
+        if self._branches is not None or sequence:
+            self._branches = self._branches or Branches()
+            self._branches.take_up(self, sequence)
+        count = len(ids) // ID_BYTES
+        self.ids = self.ids + ids
+        self.mask = self.mask + bytes(count)
+        self.tokens += count
+        self.move(State.GENERATING)
+
+    def withdrawn(self) -> None:
+        """The agent ended without waiting for the answer to its last call: as if it had not called."""
+        kept = self.mask.rfind(1) + 1
+        del self.mask[kept:], self.ids[kept * ID_BYTES :]
+        self.tokens = kept
+        self.move(State.STEPPING)
+
+    def played(self, reward: float, info: dict[str, float]) -> Next:
+        """The agent ended."""
+        self.reward = reward
+        if "success" in info:
+            self.success = info["success"]
+        if not self.turns:
+            return self.fail(Reason.ENV_ERROR, "the agent ended without one answered call")
+        self.move(State.SCORING)
+        return Next.SCORE
+
     def scored(self, score: float) -> Next:
         """The reward is known."""
         self.score = score
@@ -279,6 +315,7 @@ class Trajectory:
 
     def abort(self, reason: Reason) -> None:
         """End as ABORTED, from any state that is not an end."""
+        self.detail = reason.value
         self.move(State.ABORTED, reason)
 
     def move(self, to: State, reason: Reason = Reason.NONE) -> None:
@@ -295,7 +332,17 @@ class Trajectory:
     @property
     def sampled(self) -> int:
         """S, the tokens the engine sampled."""
-        return sum(run.count for run in self.versions)
+        return sum(run.count for run in self.runs)
+
+    @property
+    def runs(self) -> list[VersionRun]:
+        """Runs over all sampled tokens, those of an agent's other conversations included."""
+        return self.versions if self._branches is None else [*self._branches.versions, *self.versions]
+
+    @property
+    def length(self) -> int:
+        """Tokens of all its sequences."""
+        return self.tokens + (0 if self._branches is None else self._branches.tokens)
 
     @property
     def room(self) -> int:
@@ -305,11 +352,15 @@ class Trajectory:
     @property
     def oldest(self) -> int | None:
         """v: the lowest version among the sampled tokens; ``None`` before the first."""
+        if self._branches is not None:
+            return min((run.version for run in self.runs), default=None)
         return self.versions[0].version if self.versions else None
 
     @property
     def newest(self) -> int:
         """The highest version among the sampled tokens; -1 before the first."""
+        if self._branches is not None:
+            return max((run.version for run in self.runs), default=-1)
         return self.versions[-1].version if self.versions else -1
 
     @property
@@ -322,8 +373,19 @@ class Trajectory:
         """The name of this attempt's episode at its environment worker."""
         return f"{self.id}.{self.attempt}"
 
+    def ids_of(self, sequence: int) -> bytearray:
+        """int32 ids of an agent's conversation, which is not to be changed."""
+        return self.ids if self._branches is None else self._branches.ids_of(self, sequence)
+
+    def take_samples(self) -> list[TrainSample]:
+        """What the trainer gets of it: a sample for each sequence that has sampled tokens."""
+        if self._branches is None:
+            return [self.take_sample()]
+        own = [self.take_sample()] if self.versions else []
+        return [*self._branches.take_samples(self), *own]
+
     def take_sample(self) -> TrainSample:
-        """What the trainer gets of it; the tokens themselves are not kept here any longer."""
+        """The current sequence's sample; the tokens themselves are not kept here any longer."""
         sample = TrainSample(
             self.id,
             bytes(self.ids),

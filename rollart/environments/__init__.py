@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rollart.environments.action import Action, ToolCall
+from rollart.environments.agent import Episode, Score
 from rollart.environments.environment import ChatMessage, Environment, Turn, Unavailable
 from rollart.environments.tools import ToolEnvironment, tool
 
@@ -10,6 +11,8 @@ __all__ = [
     "Action",
     "ChatMessage",
     "Environment",
+    "Episode",
+    "Score",
     "ToolCall",
     "ToolEnvironment",
     "Turn",

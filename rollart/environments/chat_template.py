@@ -52,14 +52,24 @@ class ChatTemplate:
         guarded = "|".join(re.escape(_guard(text)) for text in special)
         self._guarded = re.compile(f"({guarded})" if guarded else r"((?!))")
 
-    def render(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> str:
-        """The text up to where the policy's answer begins; ``TemplateFault`` when the template refuses."""
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any] | None = None,
+        *,
+        asks: bool = True,
+    ) -> str:
+        """The text up to where the policy's answer begins; ``TemplateFault`` when the template refuses.
+
+        ``options`` are variables of the template's own; without ``asks`` the text ends with the last message.
+        """
         safe = [_mapped(message, self._defuse) for message in messages]
         try:
             return str(
                 self._template.render(
-                    messages=safe, tools=list(tools) or None, documents=None, add_generation_prompt=True,
-                    **self._variables,
+                    messages=safe, tools=_mapped(tools, self._defuse) or None, documents=None,
+                    add_generation_prompt=asks, **{**self._variables, **(options or {})},
                 )
             )  # fmt: skip
         except Exception as error:  # the boundary of a template, which is foreign code
@@ -137,7 +147,8 @@ def _compiled(source: str, origin: str) -> Any:
 
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    # One time for the whole run: a prompt must not change under a conversation at midnight.
+    environment.globals["strftime_now"] = datetime.now().strftime
     try:
         return environment.from_string(source)
     except jinja2.TemplateError as error:

@@ -1,4 +1,4 @@
-"""``python -m rollart.environments.check``: can these tasks' environments be loaded, with these options?
+"""``python -m rollart.environments.check``: can these tasks' environments and agents be loaded, with these options?
 
 A process of its own, since an environment's module may import anything, and the controller imports none of it.
 Reads the tasks as JSON from stdin; says what is wrong as one line on stdout, and exits 0 either way.  What the
@@ -8,12 +8,13 @@ environments' own code prints goes to stderr.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 
 import msgspec
 
 from rollart.config import Task
-from rollart.environments.loading import load_task
+from rollart.environments.loading import load_agent, load_task
 from rollart.errors import ConfigError
 
 
@@ -24,11 +25,22 @@ def main() -> None:
     tasks = msgspec.json.decode(sys.stdin.buffer.read(), type=list[Task])
     for task in tasks:
         try:
-            load_task(task, 0)
+            _check(task)
         except ConfigError as error:
             answer.write(f"{error}\n")
             answer.flush()
             return
+
+
+def _check(task: Task) -> None:
+    if task.environment is not None:
+        load_task(task, 0)
+    if task.agent is not None:
+        load_agent(task.name, task.agent)
+    if task.agent_command is not None and shutil.which(task.agent_command[0]) is None:
+        raise ConfigError(
+            f"task {task.name}: agent_command: there is no program {task.agent_command[0]!r} to run"
+        )
 
 
 if __name__ == "__main__":

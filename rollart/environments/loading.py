@@ -9,17 +9,17 @@ import inspect
 import pkgutil
 import sys
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from rollart.config import Task
 from rollart.environments.dataset import Rows, load_rows
 from rollart.environments.environment import Environment
 from rollart.errors import ConfigError
 
-__all__ = ["Blueprint", "cause", "load_environment", "load_task"]
+__all__ = ["Blueprint", "cause", "load_agent", "load_environment", "load_task"]
 
 MAX_CAUSE = 500
 
@@ -58,6 +58,7 @@ class Blueprint:
 def load_task(task: Task, seed: int) -> Blueprint:
     """The environment of ``task``, with its dataset where it has one; ``seed`` is the run's.  Errors as of
     ``load_environment``."""
+    assert task.environment is not None
     blueprint = load_environment(task.name, task.environment, task.options)
     where = f"task {task.name}"
     if task.dataset is not None:
@@ -87,6 +88,31 @@ def load_environment(task: str, path: str, options: Mapping[str, Any]) -> Bluepr
     blueprint = Blueprint(environment, options)
     _check_options(blueprint, where)
     return blueprint
+
+
+def load_agent(task: str, path: str) -> Callable[..., Any]:
+    """The agent at import path ``path``, ``module:function``; errors as of ``load_environment``."""
+    where = f"task {task}: agent {path!r}"
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+    module_name, _, name = path.partition(":")
+    module = _module(module_name, where)
+    found = getattr(module, name, None)
+    if found is None:
+        there = [n for n, value in vars(module).items() if inspect.isfunction(value)]
+        close = difflib.get_close_matches(name, there, n=2)
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        raise ConfigError(f"{where}: {module.__name__} has no {name}{hint}")
+    if not callable(found):
+        raise ConfigError(f"{where}: {name} is a {type(found).__name__}, it must be a function")
+    try:
+        inspect.signature(found).bind(object())
+    except TypeError as error:
+        raise ConfigError(f"{where}: {name} must take one argument, the episode: {error}") from None
+    except ValueError:  # a function written in C may have no signature
+        pass
+    return cast("Callable[..., Any]", found)
 
 
 def cause(error: BaseException) -> str:

@@ -142,6 +142,12 @@ class BatchingEngine:
             self._interrupt()
         self._waiting.append(request)
 
+    def deposit(self, now: float, key: str, tokens: int) -> None:
+        """Another engine's keys and values have come: the cache has ``tokens`` under ``key``."""
+        self._enter(now)
+        self._cache.put(key, tokens)
+        self._cache.shrink(self.capacity - self._used)
+
     def cancel(self, now: float, id: int) -> bool:
         """Forget a request: it won't finish.  False: it isn't there, or has finished."""
         self._enter(now)

@@ -68,6 +68,16 @@ ASSUMPTIONS = (
 )
 
 
+AFFINITY = {
+    "SWE-bench": "H800",
+    "WebShop": "H800",
+    "FrozenLake": "H800",
+    "GEM-math": "H20",
+    "GEM-game": "H20",
+}
+"""The paper: prefill-heavy tasks on compute-optimised GPUs, decode-heavy ones on bandwidth-optimised ones."""
+
+
 def paper_cluster(
     model: str, schedule: str, *, baseline_gpus: int = 96, h800: int = 64, h20: int = 32
 ) -> Cluster:
@@ -102,9 +112,20 @@ CLEAN_STEP_TRAINING = 0.23
 
 
 def paper_config(
-    cluster: Cluster, schedule: str, *, steps: int, seed: int, tasks: list[str] | None = None, **rollout: Any
+    cluster: Cluster,
+    schedule: str,
+    *,
+    steps: int,
+    seed: int,
+    tasks: list[str] | None = None,
+    affinity: str | None = None,
+    **rollout: Any,
 ) -> Config:
-    """The run of ``schedule`` on ``cluster``; ``rollout`` changes settings of that section."""
+    """The run of ``schedule`` on ``cluster``; ``rollout`` changes settings of that section.
+
+    ``affinity``: ``paper`` binds each task to the class that the paper gives it, ``auto`` has it proposed; by default
+    requests go to all engines alike.
+    """
     if tasks is None:
         tasks = [name for name in FAMILIES if name != "SWE-bench" or cluster.model.name == "Qwen3-32B"]
     raw = {
@@ -136,4 +157,11 @@ def paper_config(
         "heartbeat_s": 60.0,
         "heartbeat_timeout_s": 3600.0,
     }
+    if affinity is not None and len(cluster.generation) > 1:
+        inference: dict[str, Any] = raw["inference"]  # type: ignore[assignment]
+        inference["pools"] = [
+            {"hardware": pool.hardware_class, "workers": pool.engines} for pool in cluster.generation
+        ]
+        labels = {task: hardware for task, hardware in AFFINITY.items() if task in tasks}
+        inference["hw_affinity"] = "auto" if affinity == "auto" else labels
     return msgspec.convert(raw, Config)

@@ -17,8 +17,7 @@ from rollart.config import Config
 from rollart.controller.controller import Controller
 from rollart.controller.invariants import Invariants
 from rollart.controller.progress import Progress
-from rollart.controller.rewards import OwnRewards
-from rollart.controller.trajectory import Trajectory
+from rollart.controller.rewards import RewardClient, Rewards
 from rollart.errors import InvariantError, RunError
 from rollart.launch.local import Placement, WorkerExit
 from rollart.protocol import Role
@@ -33,6 +32,7 @@ from rollart.simulation.launcher import SimLauncher
 from rollart.simulation.loop import Deadlock, VirtualLoop
 from rollart.simulation.network import SimDialer, SimNetwork
 from rollart.simulation.output import MemoryOutput
+from rollart.simulation.rewards import SimBackend, SimRewards
 from rollart.simulation.trainer import SimTrainer, StepTime
 from rollart.simulation.truth import Truth
 from rollart.simulation.wire import WireRules
@@ -96,30 +96,6 @@ class Result(msgspec.Struct, kw_only=True):
     """What served the rewards, when it was not unlimited."""
 
 
-class _Rewards(OwnRewards):
-    """The environment's reward, after the family's time for scoring."""
-
-    def __init__(self, world: World, functions: SimFunctions | None) -> None:
-        self._world = world
-        self._functions = functions
-
-    async def score(self, trajectory: Trajectory) -> float:
-        """The sum of the environment's rewards."""
-        seconds = self._world.families[trajectory.task].reward_s.draw(
-            self._world.rng("reward", trajectory.session)
-        )
-        if seconds and self._functions is not None:
-            await self._functions.call(seconds)
-        elif seconds:
-            await asyncio.sleep(seconds)
-        return trajectory.reward
-
-    async def close(self) -> None:
-        """End what serves the rewards."""
-        if self._functions is not None:
-            await self._functions.close()
-
-
 class _Run:
     """The parts of one run."""
 
@@ -170,7 +146,7 @@ class _Run:
             launch=self._launch,
             progress=Progress(io.StringIO(), config.steps),
             vocabulary_size=VOCABULARY,
-            rewards=_Rewards(self.world, self.functions),
+            rewards=self._rewards(),
             unix_time=lambda: 0.0,
         )
         controller.events.listen(self.invariants.feed)
@@ -187,6 +163,17 @@ class _Run:
             await self.injector.close()
             if self.messages is not None:
                 self.messages.close()
+
+    def _rewards(self) -> Rewards:
+        config = self.setup.config
+        if not any(task.rewards for task in config.tasks):
+            return SimRewards(self.world, self.functions)
+        return RewardClient(
+            config,
+            lambda reward: SimBackend(self.world),
+            run_id="simulated",
+            bug=lambda error: self.controller.fail(error),
+        )
 
     @property
     def waiting_for(self) -> str:
@@ -244,6 +231,7 @@ def simulate(
         logger.setLevel(level)
     violations += run.invariants.violations + run.wire.violations + run.isolation.violations
     violations += run.truth.violations if run.truth else []
+    violations += run.world.violations
     if run.outcome == "broken":
         violations.insert(0, f"the run broke: {run.cause}")
     return Result(

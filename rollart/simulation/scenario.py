@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from rollart.config import Config
+from rollart.config import Config, Schedule
+from rollart.config_rewards import Reward
 from rollart.launch.local import Placement
 from rollart.simulation.engine import BatchingEngine, EngineCosts
 from rollart.simulation.faults import Fault, FaultKind
@@ -82,7 +83,8 @@ class Scenario(msgspec.Struct, frozen=True):
 def draw_scenario(seed: int) -> Scenario:
     """The scenario of ``seed``."""
     rng = random.Random(f"scenario {seed}")
-    config = _config(rng)
+    config = _with_rewards(_config(rng), random.Random(f"rewards {seed}"))
+    config = _routed(config, random.Random(f"routing {seed}"))
     families = {task.name: _family(rng) for task in config.tasks}
     train_s, latency_s = rng.uniform(0.1, 8.0), rng.choice([0.0, 0.0005, 0.02])
     jitter = random.Random(f"network {seed}")
@@ -178,6 +180,52 @@ def _config(rng: random.Random) -> Config:
     if raw["seed"] % 5 == 0:
         raw["tasks"][0]["episode_timeout_s"] = 20.0
     return msgspec.convert(raw, Config)
+
+
+def _with_rewards(config: Config, rng: random.Random) -> Config:
+    """In a third of the scenarios the first task is scored by the reward client, by trajectory or by group."""
+    if rng.random() < 2 / 3:
+        return config
+    group = config.rollout.schedule is not Schedule.SYNC and rng.random() < 0.6
+    raw = {
+        "url": "http://simulated/score",
+        "scope": "group" if group else "trajectory",
+        "concurrency": rng.choice([1, 4, None]),
+        "batch": None if group else rng.choice([None, 3]),
+        "hedge_after_s": rng.choice([None, 0.3]),
+        "retries": 8,
+    }
+    reward = msgspec.convert(raw, Reward)
+    first, *others = config.tasks
+    return msgspec.structs.replace(config, tasks=[msgspec.structs.replace(first, reward=reward), *others])
+
+
+def _routed(config: Config, rng: random.Random) -> Config:
+    """With hardware classes, prefill and decode apart, and few requests a worker, where the seed says so."""
+    raw: dict[str, Any] = {"progress_every_s": rng.choice([0.2, 2.0])}
+    if rng.random() < 0.3:
+        raw["max_requests"] = rng.choice([1, 3])
+    if rng.random() < 0.2:
+        raw["max_tokens_in_flight"] = rng.choice([50, 300])
+    workers = config.inference.workers
+    if workers > 1 and rng.random() < 0.6:
+        phases = rng.choice(
+            [("both", "both"), ("prefill", "decode"), ("both", "decode"), ("prefill", "both")]
+        )
+        raw["pools"] = [
+            {"hardware": "H800", "workers": 1, "phase": phases[0]},
+            {"hardware": "H20", "workers": workers - 1, "phase": phases[1]},
+        ]
+        if "prefill" not in phases and "decode" not in phases:
+            raw["hw_affinity"] = rng.choice(
+                [{"A": "H800", "default": "H20"}, {"A": {"prefill": "H800", "decode": "H20"}}, "auto"]
+            )
+            if raw["hw_affinity"] == "auto" and len(config.tasks) < 2:
+                raw["hw_affinity"] = {"default": ["H20", "H800"]}
+        elif rng.random() < 0.5:
+            raw["disaggregation"] = {"min_prompt_tokens": rng.choice([0, 20]), "adapt": rng.random() < 0.5}
+    inference = msgspec.convert({**msgspec.to_builtins(config.inference), **raw}, type(config.inference))
+    return msgspec.structs.replace(config, inference=inference)
 
 
 def _family(rng: random.Random) -> Family:

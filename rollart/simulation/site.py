@@ -59,7 +59,10 @@ def _with_environment_worker(config: Config) -> Config:
 
 def _with_engines(config: Config, engines: int) -> Config:
     return msgspec.structs.replace(
-        config, inference=msgspec.structs.replace(config.inference, workers=engines)
+        config,
+        inference=msgspec.structs.replace(
+            config.inference, workers=engines, pools=[], hw_affinity={}, disaggregation=None
+        ),
     )
 
 

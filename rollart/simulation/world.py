@@ -73,6 +73,8 @@ class World:
         self.ailments: dict[str, Ailments] = {}
         self.lost: set[str] = set()
         """Versions, by their references, of which a bucket is lost: only what is stored anew can be pulled."""
+        self.violations: list[str] = []
+        """What no worker may ever meet."""
         self.troubled: set[str] = set()
         """Sessions whose own environment fails, or takes longer than it may."""
 

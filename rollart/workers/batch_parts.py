@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count, takewhile
 
 from rollart.workers.worker import Deterministic
 
@@ -24,13 +25,18 @@ class BatchParts:
             self._step, self._groups = step_id, {}
         self._groups.update(enumerate(groups, first))
 
-    def of(self, step_id: int, count: int) -> list[bytes]:
-        """The ``count`` groups of the batch, in order; ``Deterministic`` when it is not whole."""
+    def of(self, step_id: int, size: int) -> list[bytes]:
+        """The ``size`` groups of the batch, in order; ``Deterministic`` when it is not whole."""
         known = self._groups if step_id == self._step else {}
-        whole = [known[number] for number in range(count) if number in known]
-        if len(whole) < count or len(known) > count:
-            raise Deterministic(f"the batch of step {step_id} has {count} group(s), but {len(known)} came")
+        whole = [known[number] for number in range(size) if number in known]
+        if len(whole) < size or len(known) > size:
+            raise Deterministic(f"the batch of step {step_id} has {size} group(s), but {len(known)} came")
         return whole
+
+    def so_far(self, step_id: int) -> list[bytes]:
+        """The groups of the batch that are there, in order, up to the first that isn't."""
+        known = self._groups if step_id == self._step else {}
+        return [known[number] for number in takewhile(known.__contains__, count())]
 
     def drop(self, step_id: int) -> None:
         """The step was made: its groups are no longer wanted."""

@@ -31,12 +31,14 @@ from rollart.protocol import (
     FailureKind,
     Message,
     Observation,
+    Play,
     Ready,
     Reset,
     Role,
     Step,
     ToWorker,
 )
+from rollart.workers.agents import Agents
 from rollart.workers.dialer import Dialer
 from rollart.workers.output import Tally, TooMuchOutput, counting, metered
 from rollart.workers.worker import Deterministic, Worker
@@ -73,7 +75,7 @@ class _Session:
 
 
 class EnvironmentWorker(Worker):
-    """Serves ``Reset``, ``Step`` and ``Close``."""
+    """Serves ``Reset``, ``Step`` and ``Close``, and ``Play`` for tasks with an agent."""
 
     role = Role.ENVIRONMENT
     packages = ("tokenizers",)
@@ -105,11 +107,16 @@ class EnvironmentWorker(Worker):
         self._tasks_of = {
             task.name: task for task in self.config.tasks if not self._only or task.name in self._only
         }
-        self._blueprints = {name: load_task(task, self.config.seed) for name, task in self._tasks_of.items()}
+        self._blueprints = {
+            name: load_task(task, self.config.seed)
+            for name, task in self._tasks_of.items()
+            if not task.is_agent
+        }
+        self._agents = Agents(list(self._tasks_of.values()))
         self._template = self._chat_template(folder)
         self._threads = Threads(self.config.environments.threads, "environment")
         self._end_metering = metered()
-        facts = {name: blueprint.name for name, blueprint in self._blueprints.items()}
+        facts = {name: blueprint.name for name, blueprint in self._blueprints.items()} | self._agents.facts
         if any(getattr(blueprint.environment, "sandboxed", False) for blueprint in self._blueprints.values()):
             facts["sandbox"] = best_isolation().describe()
         return Ready(self.config.environments.max_sessions, facts, sorted(self._only))
@@ -134,13 +141,15 @@ class EnvironmentWorker(Worker):
                 return await self._step(message)
             case Reset():
                 return await self._reset(message)
+            case Play():
+                return await self._play(message)
             case Close(session=name):
                 session = self._sessions.get(name)
                 if session is not None:
                     self._drop(session)
                 return None
         raise Deterministic(
-            f"an environment worker serves Reset, Step and Close, not {type(message).__name__}"
+            f"an environment worker serves Reset, Step, Close and Play, not {type(message).__name__}"
         )
 
     async def teardown(self) -> None:
@@ -212,6 +221,15 @@ class EnvironmentWorker(Worker):
             return self._told(session, seen, turn.seen, request.action)
 
         return await self._act(session, request.seq, "step", call, render)
+
+    async def _play(self, request: Play) -> Message:
+        """Let an agent play; cancelling the task ends it."""
+        try:
+            return await self._agents.play(request)
+        except BaseException as error:  # the boundary of an agent's code, which may even call sys.exit
+            if _cancelled(error):
+                raise
+            return self._failed(request.seq, f"task {request.task}: the agent", error)
 
     async def _act(
         self,

@@ -19,15 +19,17 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from rollart.packing import pack_floats, unpack_ids
+from rollart.packing import ID_BYTES, pack_floats, unpack_ids
 from rollart.protocol import (
     Done,
     Generate,
     Generated,
     Message,
+    Progress,
     Pull,
     Pulled,
     Ready,
+    Release,
     Resume,
     Role,
     Suspend,
@@ -60,6 +62,20 @@ class Phase(enum.Enum):
     """An update failed: the engine's weights are no version's, and it never runs again."""
 
 
+class _Fetching:
+    """A request whose prompt another engine has computed."""
+
+    __slots__ = ("known", "request_id", "task", "void")
+
+    def __init__(self, message: Generate, engine: VllmEngine) -> None:
+        self.request_id = message.request_id
+        self.task = asyncio.ensure_future(engine.generate(message))
+        self.void = False
+        """It was given up for new weights."""
+        self.known = False
+        """When it was given up, the engine had it."""
+
+
 class InferenceWorker(Worker):
     """Generates with one engine; takes new weights in flight."""
 
@@ -73,6 +89,7 @@ class InferenceWorker(Worker):
     _store: WeightStore | None = None
     _starting: asyncio.Future[VllmEngine] | None = None
     _watching: asyncio.Future[None] | None = None
+    _reporting: asyncio.Future[None] | None = None
 
     async def setup(self) -> Ready:
         """Start the engine, with random weights, and open the store."""
@@ -84,15 +101,25 @@ class InferenceWorker(Worker):
         self._released.set()
         self._one_at_a_time = asyncio.Lock()
         self._broken_by = ""
+        self._reported: dict[int, tuple[str, int]] = {}
+        self._arriving: dict[str, _Fetching] = {}
+        _, _, number = self.name.rpartition("-")
+        pool = settings.pool_of(int(number) if number.isdecimal() else None, self.hardware_class)
         # Engines that share a seed would sample the same answers to the same prompts.
         seed = zlib.crc32(f"{self.config.seed}/{self.name}".encode()) & 0x7FFFFFFF
         self._starting = asyncio.ensure_future(
             VllmEngine.start(
-                self.welcome.model_dir, settings, seed=seed, scratch_in=Path(self.welcome.store_dir)
+                self.welcome.model_dir,
+                settings,
+                pool,
+                seed=seed,
+                scratch_in=Path(self.welcome.store_dir),
+                silence_s=self.config.heartbeat_timeout_s,
             )
         )
         self.engine = await self._starting
         self._watching = asyncio.ensure_future(self._watch(self.engine))
+        self._reporting = asyncio.ensure_future(self._report(self.engine, settings.progress_every_s))
         facts = {
             "engine": f"vllm {_vllm_version()} on {'CPU' if self.engine.on_cpu else 'GPU'}",
             "engine_start_s": f"{self.engine.start_s:.1f}",
@@ -119,6 +146,9 @@ class InferenceWorker(Worker):
                 case Resume(seq=seq):
                     await self._resume(self.engine)
                     return Done(seq)
+                case Release(kv=kv):
+                    await self.engine.release(kv)
+                    return None
         except Exception:
             if self.engine.death:  # sooner than the watch, and before the controller tries the request again
                 self.fail(self.engine.death)
@@ -130,8 +160,9 @@ class InferenceWorker(Worker):
         if self._starting is not None and not self._starting.done():
             self._starting.cancel()
             await asyncio.wait({self._starting})
-        if self._watching is not None:
-            self._watching.cancel()
+        for background in (self._watching, self._reporting):
+            if background is not None:
+                background.cancel()
         if self.engine is not None:
             await self.engine.close()
             self.engine = None
@@ -152,14 +183,81 @@ class InferenceWorker(Worker):
         self._check_not_broken()
         if self.version is None:
             raise RuntimeError(f"{self.name} has no weights yet: the first Update has not come")
+        self._reported[message.seq] = message.request_id, 0
         try:
-            generated = await engine.generate(message)
+            generated = await (self._fetch if message.kv else engine.generate)(message)
         except EngineError:
             self._check_not_broken()  # the update's error is the cause
             raise
+        finally:
+            del self._reported[message.seq]
         while not self._released.is_set():
             await self._released.wait()
         return generated
+
+    async def _fetch(self, message: Generate) -> Generated:
+        """Decode what another engine has prefilled, with the keys and values that it holds.
+
+        ``Lost`` when they are not of the version that is served here, also when that changes before they have come:
+        what one version computed is never decoded with another.
+        """
+        engine = self.engine
+        assert engine is not None
+        if self.phase is not Phase.SERVING or message.kv_version != self.version:
+            await engine.release(message.kv)
+            raise Lost(
+                f"{self.name} serves version {self.version} ({self.phase.value}), the prompt was prefilled with "
+                f"{message.kv_version}"
+            )
+        fetching = self._arriving[message.request_id] = _Fetching(message, engine)
+        try:
+            return await asyncio.shield(fetching.task)
+        except asyncio.CancelledError:
+            if not fetching.void:
+                fetching.known = engine.knows(message.request_id)
+                fetching.task.cancel()
+                await asyncio.wait({fetching.task})
+            if not fetching.known:  # else the engine itself tells the one that holds the keys and values
+                await engine.release(message.kv)
+            if not fetching.void:
+                raise
+            raise Lost(f"{self.name} took new weights while the keys and values were on their way") from None
+        except EngineError as error:
+            self._check_not_broken()
+            if engine.death:
+                raise
+            raise Lost(f"{self.name} could not get the prompt's keys and values: {error}") from error
+        finally:
+            del self._arriving[message.request_id]
+
+    async def _give_up_fetching(self, engine: VllmEngine) -> None:
+        """End the requests whose keys and values may not have come yet: they have no token."""
+        void = [
+            fetching
+            for name, fetching in self._arriving.items()
+            if engine.progress(name, 0) is None and not fetching.task.done()
+        ]
+        for fetching in void:
+            fetching.void, fetching.known = True, engine.knows(fetching.request_id)
+            fetching.task.cancel()
+        if void:
+            await asyncio.wait([fetching.task for fetching in void])
+
+    async def _report(self, engine: VllmEngine, every_s: float) -> None:
+        """Tell the controller how far answers are that take long: what it knows outlives this worker.
+
+        Only what verified weights sampled: nothing between an update and its ``Resume``.
+        """
+        while True:
+            await asyncio.sleep(every_s)
+            if self.phase is not Phase.SERVING:
+                continue
+            for seq, (request_id, told) in list(self._reported.items()):
+                found = engine.progress(request_id, told)
+                if found is not None:
+                    ids, logprobs, versions = found
+                    self._reported[seq] = request_id, told + len(ids) // ID_BYTES
+                    self._say_data.add(Progress(seq, ids, logprobs, versions))
 
     async def _pull(self, message: Pull) -> Pulled:
         """Map the version and check its bytes; the newest ``Pull`` stands."""
@@ -193,8 +291,9 @@ class InferenceWorker(Worker):
     async def _suspend(self, engine: VllmEngine) -> None:
         async with self._one_at_a_time:
             self._check_not_broken()
-            await engine.suspend()
             self.phase = Phase.SUSPENDED
+            await self._give_up_fetching(engine)
+            await engine.suspend()
 
     async def _update(self, engine: VllmEngine, message: Update) -> Updated:
         async with self._one_at_a_time:

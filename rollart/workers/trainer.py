@@ -1,8 +1,8 @@
 """The trainer worker: Megatron-core behind the wire protocol.
 
 All computing happens in one thread, so that requests are served one after the other and beats go on
-meanwhile.  Writing weights into the store happens in a second thread, from a copy: training does not wait
-for it.
+meanwhile.  Writing weights into the store, and checkpoints into files, happens in threads of its own, from a
+copy: training does not wait for it.
 """
 
 from __future__ import annotations
@@ -68,11 +68,14 @@ class TrainerWorker(Worker):
     async def setup(self) -> Ready:
         """Build the model and its optimiser, and open the store."""
         self._parts = BatchParts()
+        self._streaming: asyncio.Future[None] | None = None
         self._publications: dict[tuple[int, int], asyncio.Future[Published]] = {}
         """By version and attempt, those that are made and those under way."""
         self._publishing = asyncio.Lock()
         self._compute_thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._store_thread = ThreadPoolExecutor(1, thread_name_prefix="store", initializer=_one_thread)
+        self._checkpoint_thread = ThreadPoolExecutor(1, thread_name_prefix="save", initializer=_one_thread)
+        self._saving = asyncio.Lock()
         ready = await self._compute(self._build)
         self._watching = asyncio.ensure_future(self._watch())
         return ready
@@ -99,12 +102,15 @@ class TrainerWorker(Worker):
             await self._in_store_thread(self._store.close)
         self._compute_thread.shutdown(cancel_futures=True)
         self._store_thread.shutdown(cancel_futures=True)
+        self._checkpoint_thread.shutdown(cancel_futures=True)
 
     async def serve(self, message: ToWorker, payload: Sequence[bytes]) -> Message | None:
         """One request of the training part of the protocol."""
         match message:
             case TrainPart(seq=seq, step_id=step_id, first=first):
                 self._parts.add(step_id, first, payload)
+                if self.config.trainer.stream_batch:
+                    self._stream_soon(step_id)
                 return Done(seq)
             case TrainStep():
                 return await self._train_step(message)
@@ -118,9 +124,9 @@ class TrainerWorker(Worker):
                 }
                 await self._in_store_thread(lambda: self._store.collect(below))
                 return Done(seq)
-            case SaveCheckpoint(seq=seq, path=path, keep=keep):
-                await self._compute(lambda: self._trainer.save_checkpoint(Path(path), keep=keep))
-                return Done(seq)
+            case SaveCheckpoint():
+                await self._save(message)
+                return Done(message.seq)
             case Export(seq=seq, path=path):
                 await self._compute(lambda: self._trainer.export(Path(path)))
                 return Done(seq)
@@ -128,6 +134,22 @@ class TrainerWorker(Worker):
                 raise Deterministic(f"a trainer does not serve {type(message).__name__}")
 
     # --- requests -------------------------------------------------------------------------------------
+
+    def _stream_soon(self, step_id: int) -> None:
+        """Once the computing thread has time: the parts that came until then are added together."""
+        if self._streaming is None or self._streaming.done():
+            self._streaming = asyncio.ensure_future(self._compute(lambda: self._stream(step_id)))
+            self._streaming.add_done_callback(lambda made: made.cancelled() or made.exception())
+
+    def _stream(self, step_id: int) -> None:
+        frames = self._parts.so_far(step_id)
+        if frames:
+            try:
+                self._trainer.stream(step_id=step_id, frames=frames)
+            except Deterministic as error:
+                logger.warning(
+                    "the batch of step %d is refused so far: %s", step_id, error
+                )  # TrainStep tells it
 
     async def _train_step(self, message: TrainStep) -> Trained:
         step_id = message.step_id
@@ -147,6 +169,17 @@ class TrainerWorker(Worker):
         result = await self._compute(train)
         self._parts.drop(step_id)
         return Trained(message.seq, result.step_id, result.version, result.skipped, result.metrics)
+
+    async def _save(self, message: SaveCheckpoint) -> None:
+        """Training goes on while the files are written, from a copy."""
+        path, trainer = Path(message.path), self._trainer
+        async with self._saving:
+            write = await self._compute(lambda: trainer.begin_checkpoint(path, score=message.score))
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._checkpoint_thread, write)
+            await self._compute(
+                lambda: trainer.finish_checkpoint(path, keep=message.keep, keep_best=message.keep_best)
+            )
 
     def _keep_batch(self, step_id: int, frames: Sequence[bytes]) -> None:
         path = batch_path(self.welcome.run_dir, step_id)

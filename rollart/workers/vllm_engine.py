@@ -23,9 +23,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollart.config import Inference
+from rollart.config_routing import Pool
 from rollart.errors import ConfigError
 from rollart.packing import pack_floats, pack_ids, unpack_ids
 from rollart.protocol import Generate, Generated, VersionRun
+from rollart.workers.vllm_transfer import (
+    REMOTE_PREFILL,
+    connector_options,
+    connector_variables,
+    handover,
+    pack_handover,
+)
 from rollart.workers.worker import Deterministic
 
 if TYPE_CHECKING:
@@ -33,7 +41,7 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
-__all__ = ["SCRATCH_VARIABLE", "EngineError", "VllmEngine"]
+__all__ = ["SCRATCH_VARIABLE", "SLOWDOWN_VARIABLE", "EngineError", "VllmEngine"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +54,8 @@ KEPT_PARAMS = 1024
 """Sampling parameters kept for requests that are alike."""
 SCRATCH_VARIABLE = "ROLLART_ENGINE_SCRATCH"
 """Tells the engine's process its folder of temporary files, which it removes when its worker was killed."""
+SLOWDOWN_VARIABLE = "ROLLART_ENGINE_SLOWDOWN"
+"""Tells the engine's process how many times as long a step shall take, to stand for slower hardware."""
 MAX_SOCKET_PATH = 107
 MAX_NAME = 40
 """Characters of the scratch folder's name, and of a socket's in it, at most."""
@@ -73,7 +83,16 @@ class VllmEngine:
     # --- life -----------------------------------------------------------------------------------------
 
     @classmethod
-    async def start(cls, model_dir: str, settings: Inference, *, seed: int, scratch_in: Path) -> VllmEngine:
+    async def start(
+        cls,
+        model_dir: str,
+        settings: Inference,
+        pool: Pool,
+        *,
+        seed: int,
+        scratch_in: Path,
+        silence_s: float = 30.0,
+    ) -> VllmEngine:
         """Start an engine for the model in ``model_dir``, with random weights until the first ``load``.
 
         Runs in a thread: the event loop goes on.  When the task is cancelled, what was started is ended.
@@ -86,7 +105,9 @@ class VllmEngine:
         loop = asyncio.get_running_loop()
         # A list, not a result: frames of the thread outlive it, and would keep the engine's client to the exit.
         made: list[tuple[AsyncLLM, bool]] = []
-        starting = loop.run_in_executor(thread, _start, model_dir, settings, seed, scratch, made)
+        starting = loop.run_in_executor(
+            thread, _start, model_dir, settings, pool, seed, scratch, silence_s, made
+        )
         try:
             await asyncio.shield(starting)
         except BaseException:
@@ -162,7 +183,40 @@ class VllmEngine:
             versions=_versions_of(answer, len(ids)),
             finish_reason=answer.finish_reason,
             cached_tokens=output.num_cached_tokens or 0,
+            kv=pack_handover(output.kv_transfer_params) if request.prefill else b"",
         )
+
+    def progress(self, request_id: str, after: int) -> tuple[bytes, bytes, list[VersionRun]] | None:
+        """What a running request has sampled after its first ``after`` tokens: ids, log-probabilities (none where
+        it is greedy) and versions, by the engine's own word; ``None``: nothing yet."""
+        processor = self._llm.output_processor
+        internal = processor.external_req_ids.get(request_id)
+        state = processor.request_states.get(internal[0]) if internal else None
+        if state is None or state.detokenizer is None or state.logprobs_processor is None:
+            return None
+        count = state.detokenizer.num_output_tokens()
+        if count <= after:
+            return None
+        runs, position = [], 0
+        for span in state._weight_version_spans() or []:
+            length = span.end - max(span.start, after)
+            if length > 0:
+                runs.append(VersionRun(int(span.version), length))
+            position = span.end
+        ids = list(state.detokenizer.output_token_ids[after:])
+        found: Any = state.logprobs_processor.logprobs
+        if position != count or (found is not None and list(found.token_ids[after:]) != ids):
+            return None
+        logprobs = b"" if found is None else pack_floats(_checked(list(found.logprobs[after:])))
+        return pack_ids(ids), logprobs, runs
+
+    def knows(self, request_id: str) -> bool:
+        """Whether the engine has a request of that name."""
+        return request_id in self._llm.output_processor.external_req_ids
+
+    async def release(self, packed: bytes) -> None:
+        """Tell the engine that holds the keys and values at ``packed`` that nobody will fetch them."""
+        await self._llm.notify_kv_transfer_request_rejected(f"release-{uuid.uuid4().hex}", handover(packed))
 
     async def score(self, ids: Sequence[int]) -> tuple[list[float], int]:
         """Log-probabilities of ``ids[1:]``, each given those before it (temperature 1, no mask), and the
@@ -228,6 +282,11 @@ class VllmEngine:
             request.ignore_eos,
             request.seed,
         )
+        if request.prefill or request.kv:
+            own = _sampling_params(request)
+            words = dict(REMOTE_PREFILL) if request.prefill else handover(request.kv)
+            own.extra_args = {"kv_transfer_params": words}
+            return own
         params = self._params.get(key)
         if params is None:
             params = _sampling_params(request)
@@ -282,7 +341,13 @@ def _variables(wanted: Mapping[str, str]) -> Iterator[None]:
 
 
 def _start(
-    model_dir: str, settings: Inference, seed: int, scratch: Path, made: list[tuple[AsyncLLM, bool]]
+    model_dir: str,
+    settings: Inference,
+    pool: Pool,
+    seed: int,
+    scratch: Path,
+    silence_s: float,
+    made: list[tuple[AsyncLLM, bool]],
 ) -> None:
     """In a thread: everything that imports vLLM.  Adds to ``made`` the engine, and whether it runs on CPU.
 
@@ -291,8 +356,9 @@ def _start(
     """
     wanted = {
         "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": str(settings.threads),
+        "OMP_NUM_THREADS": str(pool.threads or settings.threads),
         SCRATCH_VARIABLE: str(scratch),
+        SLOWDOWN_VARIABLE: str(pool.slowdown),
         "TMPDIR": str(scratch),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
@@ -305,18 +371,23 @@ def _start(
         on_cpu = bool(current_platform.is_cpu())
         # A model that runs eagerly needs no compiler, and compiling the few helpers that vLLM compiles anyway
         # would hold up the first answer by half a minute.
-        with _variables({"TORCH_COMPILE_DISABLE": "1"} if on_cpu else {}):
-            made.append((_start_vllm(model_dir, settings, seed, on_cpu), on_cpu))
+        more = {"TORCH_COMPILE_DISABLE": "1"} if on_cpu else {}
+        if settings.splits:
+            more |= connector_variables(on_cpu=on_cpu)
+        if pool.slowdown != 1 and not on_cpu:
+            raise ConfigError(f"inference.pools: slowdown of {pool.hardware} does nothing on a GPU engine")
+        with _variables(more):
+            made.append((_start_vllm(model_dir, settings, seed, on_cpu, silence_s), on_cpu))
 
 
-def _start_vllm(model_dir: str, settings: Inference, seed: int, on_cpu: bool) -> AsyncLLM:
+def _start_vllm(model_dir: str, settings: Inference, seed: int, on_cpu: bool, silence_s: float) -> AsyncLLM:
     from vllm import AsyncEngineArgs
     from vllm.config import WeightTransferConfig
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from rollart.workers.vllm_weights import BACKEND, StoreExecutor
 
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = connector_options(on_cpu=on_cpu, silence_s=silence_s) if settings.splits else {}
     cache_gib = settings.kv_cache_gib
     if on_cpu:
         if settings.gpu_memory_utilization is not None:

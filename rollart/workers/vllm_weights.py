@@ -15,6 +15,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -35,7 +36,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from rollart.weights.mapped import open_weights
 from rollart.weights.tensors import tensors_of
-from rollart.workers.vllm_engine import SCRATCH_VARIABLE
+from rollart.workers.vllm_engine import SCRATCH_VARIABLE, SLOWDOWN_VARIABLE
 
 __all__ = ["BACKEND", "StoreExecutor", "StoreTransfer"]
 
@@ -123,7 +124,16 @@ class StoreExecutor(UniProcExecutor):
         end_with_parent()
         # It warns of every layer that an update leaves as it is, computed and tied ones too; ``_unloaded`` knows.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+        self._slowdown = float(os.environ.get(SLOWDOWN_VARIABLE, "1"))
         super()._init_executor()
+
+    def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
+        """A step; on a CPU it may have to take longer than it does, to stand for slower hardware."""
+        started = time.perf_counter()
+        output = super().execute_model(scheduler_output, non_block)
+        if self._slowdown > 1:
+            time.sleep((self._slowdown - 1) * (time.perf_counter() - started))
+        return output
 
 
 def end_with_parent() -> None:

@@ -28,6 +28,7 @@ from rollart.protocol import (
     Beat,
     Cancel,
     ControllerBeat,
+    Execute,
     Failure,
     FailureKind,
     Goodbye,
@@ -42,7 +43,9 @@ from rollart.protocol import (
     decode_to_worker,
     salvage_to_worker,
 )
+from rollart.workers.declared import execute
 from rollart.workers.dialer import Dialer
+from rollart.workers.failures import Deterministic, Lost
 
 __all__ = ["Deterministic", "Lost", "Worker", "die_with_parent"]
 
@@ -51,14 +54,6 @@ logger = logging.getLogger(__name__)
 WELCOME_PATIENCE_S = 30.0
 CANCEL_PATIENCE_S = 2.0
 """For requests in progress to end when the worker does; a thread that computes can't be stopped."""
-
-
-class Lost(Exception):
-    """What a request needs is not in the store any more."""
-
-
-class Deterministic(Exception):
-    """A request failed in a way that the same request would fail again."""
 
 
 class Worker:
@@ -76,6 +71,7 @@ class Worker:
         self.config: Config
         self.refused_frames = 0
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._declared: dict[str, Any] = {}
         self._background: dict[asyncio.Task[None], None] = {}
         self._end: asyncio.Future[str]
         self._heard = 0.0
@@ -275,7 +271,10 @@ class Worker:
     ) -> None:
         answer: Message | None
         try:
-            answer = await self.serve(message, payload)
+            if isinstance(message, Execute):
+                answer = await execute(message, self, self._declared)
+            else:
+                answer = await self.serve(message, payload)
         except asyncio.CancelledError:
             answer = self._failure(seq, FailureKind.CANCELLED, "cancelled by the controller")
         except Deterministic as error:

@@ -42,8 +42,8 @@ class Gymnasium(Environment):
     ) -> None:
         if module is not None:
             importlib.import_module(module)
-        arguments: dict[str, Any] = {**({"render_mode": "ansi"} if render else {}), **(make or {})}
-        self._env = gymnasium.make(id, **arguments)
+        options: dict[str, Any] = {"render_mode": "ansi"} if render else {}
+        self._env = gymnasium.make(id, **options, **(make or {}))
         self._render = render
         self._introduction = introduction
         self._space = self._env.action_space

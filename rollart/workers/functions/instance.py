@@ -29,6 +29,8 @@ class Outcome(msgspec.Struct):
     """The function says that its machinery failed."""
     malformed: str = ""
     """The request is none."""
+    cancelled: bool = False
+    """Nobody waits for it any more, and it has stopped."""
     busy_s: float = 0.0
 
 
@@ -106,7 +108,12 @@ async def _serve_async(connection: socket.socket, function: RewardFunction) -> N
                 task.cancel()
             return
         task = tasks[number] = loop.create_task(carry_out(number, body))
-        task.add_done_callback(lambda _: tasks.pop(number))
+        task.add_done_callback(lambda task: on_done(number, task))
+
+    def on_done(number: int, task: asyncio.Task[None]) -> None:
+        del tasks[number]
+        if task.cancelled():
+            protocol.send(number, _encoder.encode(Outcome(cancelled=True)))
 
     def on_end() -> None:
         if not ended.done():

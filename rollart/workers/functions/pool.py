@@ -178,7 +178,8 @@ class Pool:
         call = instance.calls.pop(number, None)
         if call is not None:
             outcome = _outcome.decode(body)
-            self.means.called(outcome.busy_s)
+            if not outcome.cancelled:
+                self.means.called(outcome.busy_s)
             if not call.future.done():
                 call.future.set_result(outcome)
         self._settle(instance)

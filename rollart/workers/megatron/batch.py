@@ -34,7 +34,7 @@ class Batch:
 
     trajectories: list[Trajectory]
     groups: list[range]
-    """The trajectories of each group."""
+    """The sequences of each group, in ``trajectories``."""
     algorithms: list[Algorithm]
     """Those of the batch's tasks, each once."""
     algorithm: Tensor
@@ -56,7 +56,11 @@ class Batch:
     advantages: Tensor
     """float32 [N]; zeros until ``assign_advantages``."""
     episodes: list[Episode]
-    """Of each trajectory."""
+    """One a trajectory, whatever its number of sequences."""
+    members: list[range]
+    """The episodes of each group."""
+    member_slots: list[slice]
+    """The sampled tokens of each episode."""
     zero_signal_groups: int
     """Groups whose rewards are all equal."""
     mixed_version_sequences: int
@@ -93,11 +97,11 @@ class Batch:
     def assign_advantages(self, penalties: Tensor | None = None) -> None:
         """Compute ``advantages``; ``penalties`` [N] are taken off the rewards of tokens."""
         made: list[Tensor] = []
-        for group in self.groups:
-            algorithm = self.algorithms[int(self.algorithm[self.trajectories[group.start].first])]
+        for group in self.members:
+            algorithm = self.algorithms[int(self.algorithm[self.member_slots[group.start].start])]
             episodes = self.episodes[group.start : group.stop]
             if penalties is not None and algorithm.kl_coefficient and not algorithm.kl_in_loss:
-                slots = (self.trajectories[member].slots for member in group)
+                slots = (self.member_slots[member] for member in group)
                 episodes = [
                     one._replace(penalties=penalties[its]) for one, its in zip(episodes, slots, strict=True)
                 ]
@@ -145,6 +149,8 @@ class _Builder:
         self._trajectories: list[Trajectory] = []
         self._episodes: list[Episode] = []
         self._groups: list[range] = []
+        self._members: list[range] = []
+        self._slots: list[slice] = []
         self._parts: list[tuple[Tensor, ...]] = []
         self._first = 0
         self._zero_signal = 0
@@ -152,9 +158,12 @@ class _Builder:
         self._truncated = 0
 
     def add(self, group: TrainGroup) -> None:
-        if len(group.samples) < 2:
+        members: dict[int, list[TrainSample]] = {}  # an agent's trajectory may be several sequences
+        for sample in group.samples:
+            members.setdefault(sample.trajectory, []).append(sample)
+        if len(members) < 2:
             raise Refusal(
-                f"group {group.group} of task {group.task} has {len(group.samples)} sample: "
+                f"group {group.group} of task {group.task} has {len(members)} sample: "
                 "a group needs at least 2 to be compared"
             )
         try:
@@ -164,10 +173,12 @@ class _Builder:
         if algorithm not in self._algorithms:
             self._algorithms.append(algorithm)
         start = len(self._trajectories)
-        for sample in group.samples:
-            self._add(sample, algorithm, self._distribution.kind(group.task))
+        start_members = len(self._episodes)
+        for sequences in members.values():
+            self._add_member(sequences, algorithm, self._distribution.kind(group.task))
         self._groups.append(range(start, len(self._trajectories)))
-        rewards = [episode.reward for episode in self._episodes[start:]]
+        self._members.append(range(start_members, len(self._episodes)))
+        rewards = [episode.reward for episode in self._episodes[start_members:]]
         self._zero_signal += len(set(rewards)) == 1
 
     def batch(self) -> Batch:
@@ -187,15 +198,27 @@ class _Builder:
             ends=ends,
             advantages=torch.zeros_like(behaviour),
             episodes=self._episodes,
+            members=self._members,
+            member_slots=self._slots,
             zero_signal_groups=self._zero_signal,
             mixed_version_sequences=self._mixed_count,
             truncated_masked=self._truncated,
             loss_mean=self._algorithms[0].loss_mean,
         )
 
-    def _add(self, sample: TrainSample, algorithm: Algorithm, kind: int) -> None:
+    def _add_member(self, sequences: list[TrainSample], algorithm: Algorithm, kind: int) -> None:
+        """A trajectory: one episode, whatever its number of sequences."""
+        if len(sequences) > 1 and len({sample.reward for sample in sequences}) > 1:
+            raise Refusal(f"trajectory {sequences[0].trajectory}: its sequences have different rewards")
+        newest = max((run.version for sample in sequences for run in sample.versions), default=-1)
+        first = self._first
+        found = [self._add(sample, algorithm, newest, kind) for sample in sequences]
+        self._episodes.append(_episode(sequences[0].reward, found, algorithm))
+        self._slots.append(slice(first, self._first))
+
+    def _add(self, sample: TrainSample, algorithm: Algorithm, newest: int, kind: int) -> Sample:
+        """``newest``: the highest version among the tokens of all the trajectory's sequences."""
         found = decode_sample(sample)
-        newest = int(found.versions.max())
         if newest > self._version or int(found.versions.min()) < 0:
             wrong = newest if newest > self._version else int(found.versions.min())
             raise Refusal(
@@ -228,8 +251,8 @@ class _Builder:
             )
         )
         self._trajectories.append(Trajectory(sample.trajectory, found.ids, found.positions, self._first))
-        self._episodes.append(_episode(sample.reward, found, algorithm))
         self._first += len(found.positions)
+        return found
 
     def _places(self, sample: TrainSample, found: Sample, kind: int) -> Tensor:
         ids, positions = found.ids, found.positions
@@ -258,12 +281,16 @@ def _weights(trained: Tensor, algorithm: Algorithm) -> Tensor:
     return weights
 
 
-def _episode(reward: float, found: Sample, algorithm: Algorithm) -> Episode:
-    rewards = found.turn_rewards
+def _episode(reward: float, found: Sequence[Sample], algorithm: Algorithm) -> Episode:
+    """Of an agent's several sequences, one after the other; its reward came with the last turn."""
+    rewards = found[0].turn_rewards
+    if len(found) > 1:
+        rewards = torch.zeros(sum(len(each.turn_rewards) for each in found))
+        rewards[-1] = reward
     if algorithm.overlong is not None:
-        penalty = overlong_penalty(len(found.positions), *algorithm.overlong)
+        penalty = overlong_penalty(sum(len(each.positions) for each in found), *algorithm.overlong)
         reward += penalty
         rewards = rewards.clone()
         rewards[-1] += penalty
-    anchors = found.observations if algorithm.uses_turns else ()
-    return Episode(reward, found.turn_tokens, rewards, anchors)
+    anchors = [each for one in found for each in one.observations] if algorithm.uses_turns else ()
+    return Episode(reward, torch.cat([each.turn_tokens for each in found]), rewards, anchors)

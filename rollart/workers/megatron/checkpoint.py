@@ -1,11 +1,12 @@
 """Checkpoints through Megatron's ``dist_checkpointing``: model, optimiser, schedule, random state, record.
 
 A checkpoint appears whole or not at all.  Megatron would write it from forked processes, and start a further
-one to collect their answers, which lives on; here the same functions run in the calling thread.
+one to collect their answers, which lives on; here the same functions run in a thread of the caller's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -28,7 +29,7 @@ from rollart.workers.megatron.model import LanguageModel
 from rollart.workers.megatron.optimizer import Optimizer
 from rollart.workers.megatron.parallel import Ranks
 
-__all__ = ["FORMAT", "CheckpointError", "Record", "load", "read_record", "remove_older", "save"]
+__all__ = ["FORMAT", "CheckpointError", "Record", "Writing", "load", "read_record", "remove_older"]
 
 logger = logging.getLogger(__name__)
 
@@ -50,38 +51,99 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     architecture: str
     last_step: dict[str, Any] | None
     """The answer to the last train_step, with its ``step_id``; none before the first."""
+    score: float | None = None
+    """How good the weights are, if whoever asked for the checkpoint said so."""
 
 
-def save(
-    path: Path,
-    model: LanguageModel,
-    optimizer: Optimizer,
-    version: int,
-    last_step: msgspec.Struct | None,
-    ranks: Ranks,
-) -> None:
-    """Write a checkpoint as the folder ``path``, durably; ``FileExistsError`` when it is there already.
+class Writing:
+    """A checkpoint on its way: begun and finished by the thread that trains, written by any other in between."""
 
-    Each process writes what it holds; the first makes the folder, and makes it appear when all have written.
-    """
-    if ranks.rank:
-        _write(_state(model, optimizer, is_loading=False), Path(ranks.say(None).decode()))
-        return
-    told = msgspec.to_builtins(last_step) if last_step is not None else None
-    record = Record(FORMAT, version, str(model.architecture), told)
-    with appearing(path) as folder:
-        if ranks.world > 1:
-            ranks.say(str(folder).encode())
-        _write(_state(model, optimizer, is_loading=False), folder)
-        (folder / RECORD).write_bytes(msgspec.json.format(msgspec.json.encode(record)) + b"\n")
-        for part in (*folder.rglob("*"), folder):
-            _sync(part)
-    _sync(path.parent)
+    def __init__(
+        self,
+        path: Path,
+        model: LanguageModel,
+        optimizer: Optimizer,
+        record: Record,
+        ranks: Ranks,
+    ) -> None:
+        """Copy everything; each process what it holds.  ``FileExistsError`` when ``path`` is there already.
+
+        The first process makes the folder, and makes it appear when all have written.
+        """
+        self.path = path
+        self._record = record
+        self._ranks = ranks
+        self._appearing = appearing(path) if ranks.rank == 0 else None
+        if self._appearing is not None:
+            self._folder = self._appearing.__enter__()
+            if ranks.world > 1:
+                ranks.say(str(self._folder).encode())
+        else:
+            self._folder = Path(ranks.say(None).decode())
+        try:
+            self._prepare(model, optimizer)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _prepare(self, model: LanguageModel, optimizer: Optimizer) -> None:
+        self._results: queue.Queue[object] = queue.Queue()
+        filesystem_async._results_queue = self._results
+        try:
+            state = _state(model, optimizer, is_loading=False)
+            self._request: AsyncRequest = dist_checkpointing.save(
+                state, str(self._folder), async_sharded_save=True
+            )
+        finally:
+            filesystem_async._results_queue = None
+        self._transforms: list[object] = []
+        self._buckets: list[Any] = []
+        if self._request.async_fn is not None:  # else another process has all that this one holds
+            (self._transforms, _) = self._request.async_fn.args
+            self._buckets = [_copied(bucket) for bucket in self._request.preload_fn()]
+
+    def write(self) -> None:
+        """The files of this process."""
+        self._results.put(
+            {index: _write_file(self._transforms, index, each) for index, each in enumerate(self._buckets)}
+        )
+        self._buckets.clear()
+
+    def finish(self) -> None:
+        """All processes have written: the checkpoint appears, durably."""
+        try:
+            for finalize in self._request.finalize_fns:
+                finalize()
+            if self._appearing is None:
+                return
+            encoded = msgspec.json.format(msgspec.json.encode(self._record))
+            (self._folder / RECORD).write_bytes(encoded + b"\n")
+            for part in (*self._folder.rglob("*"), self._folder):
+                _sync(part)
+        except BaseException:
+            self.abandon()
+            raise
+        self._appearing.__exit__(None, None, None)
+        _sync(self.path.parent)
+
+    def abandon(self) -> None:
+        """Nothing of it stays."""
+        if self._appearing is not None:
+            error = InterruptedError("the checkpoint was abandoned")
+            with contextlib.suppress(InterruptedError):
+                self._appearing.__exit__(InterruptedError, error, None)
 
 
-def remove_older(path: Path, keep: int) -> None:
+def _copied(bucket: Any) -> Any:
+    """Of Megatron's bucket (file, key, (bytes, tensors)), with tensors that training doesn't change."""
+    file, key, (raw, tensors) = bucket
+    return file, key, (raw, [(item, tensor.detach().clone()) for item, tensor in tensors])
+
+
+def remove_older(path: Path, keep: int, *, keep_best: bool = False) -> None:
     """Of the checkpoints beside ``path`` whose names are lower, leave the newest ``keep - 1``.
 
+    With ``keep_best`` the one with the highest score stays as well; of equal ones the newest.
     What can't be removed is logged and left: the checkpoint that was just written counts for more.
     """
     older = sorted(
@@ -91,11 +153,24 @@ def remove_older(path: Path, keep: int) -> None:
     try:
         for rest in path.parent.glob(f".*{REMOVED}"):
             shutil.rmtree(rest)
+        spared = _best([*older, path]) if keep_best else None
         for each in older[: max(0, len(older) - keep + 1)]:
+            if each == spared:
+                continue
             # Renamed first: a removal that is cut off leaves nothing that looks like a checkpoint.
             shutil.rmtree(each.rename(each.with_name(f".{each.name}{REMOVED}")))
     except OSError as error:
         logger.warning("checkpoints older than %s could not be removed: %s", path, error)
+
+
+def _best(checkpoints: list[Path]) -> Path | None:
+    scored: list[tuple[float, int, Path]] = []
+    for place, each in enumerate(checkpoints):
+        with contextlib.suppress(CheckpointError):
+            score = read_record(each).score
+            if score is not None:
+                scored.append((score, place, each))
+    return max(scored)[2] if scored else None
 
 
 def _age(path: Path) -> tuple[int, str]:
@@ -163,22 +238,6 @@ def _state(model: LanguageModel, optimizer: Optimizer, *, is_loading: bool) -> d
         "scheduler": optimizer.scheduler.state_dict(),
         "random": {"torch": torch.get_rng_state(), "megatron": get_cuda_rng_tracker().get_states()},
     }
-
-
-def _write(state: dict[str, Any], folder: Path) -> None:
-    results: queue.Queue[object] = queue.Queue()
-    filesystem_async._results_queue = results
-    try:
-        request: AsyncRequest = dist_checkpointing.save(state, str(folder), async_sharded_save=True)
-        written: dict[int, object] = {}
-        (transforms, _) = request.async_fn.args
-        for index, bucket in enumerate(request.preload_fn()):
-            written[index] = _write_file(transforms, index, bucket)
-        results.put(written)
-        for finalize in request.finalize_fns:
-            finalize()
-    finally:
-        filesystem_async._results_queue = None
 
 
 def _write_file(transforms: list[object], index: int, bucket: object) -> object:

@@ -57,6 +57,18 @@ class _NotFinite(ArithmeticError):
     """A loss or gradient is NaN or infinite."""
 
 
+class _Stream:
+    """A step whose batch is coming in."""
+
+    def __init__(self, step_id: int) -> None:
+        self.step_id = step_id
+        self.tables: list[TokenTable] = []
+        self.groups = 0
+        self.seconds = 0.0
+        self.broken = ""
+        """Why the step will be skipped."""
+
+
 class Trainer:
     """Holds a model of ``model_dir`` and trains it as ``config`` says.
 
@@ -102,6 +114,8 @@ class Trainer:
             self.model, self.optimizer.module, self._distribution, config.trainer, self.ranks
         )
         self._answers: OrderedDict[int, StepResult] = OrderedDict()
+        self._stream: _Stream | None = None
+        self._writing: checkpoint.Writing | None = None
 
     @property
     def parameter_count(self) -> int:
@@ -110,6 +124,8 @@ class Trainer:
 
     def close(self) -> None:
         """Leave the process groups; the trainer can't be used afterwards."""
+        if self._writing is not None:
+            self._writing.abandon()
         leave_parallel()
 
     # --- training -------------------------------------------------------------------------------------
@@ -127,6 +143,9 @@ class Trainer:
             return known
         self._check_version(step_id, version)
         started = time.perf_counter()
+        if self._stream is not None and self._stream.step_id == step_id:
+            return self._finish_stream(self._stream, frames, started)
+        self._stream = None
         table = TokenTable(self._decode(frames))
         minibatches = table.batch.minibatches(self.config.trainer.minibatches)
         self.history.remember(version)
@@ -141,6 +160,65 @@ class Trainer:
         else:
             self.version = version + 1
         return self._conclude(step_id, skipped, [table], norms, started)
+
+    def stream(self, *, step_id: int, frames: Sequence[bytes]) -> int:
+        """Add the gradients of the first groups of the batch of ``step_id``, which isn't whole yet; how many it has.
+
+        ``frames`` are all groups that are there so far, in order; those that were added before are not added again.
+        ``train_step`` adds what is missing and makes the step.  What another step had so far is forgotten.
+        ``Refusal`` when a group breaks a rule: the step must then begin anew.
+        """
+        self.optimizer.require_whole()
+        if self.answered(step_id) is not None:
+            return len(frames)
+        stream = self._stream
+        if stream is None or stream.step_id != step_id:
+            self.optimizer.zero_gradients()
+            stream = self._stream = _Stream(step_id)
+        new = list(frames[stream.groups :])
+        if new and not stream.broken:
+            try:
+                self._add_to_stream(stream, new)
+            except BaseException:
+                self._stream = None
+                raise
+        return stream.groups
+
+    def _add_to_stream(self, stream: _Stream, frames: list[bytes]) -> None:
+        started = time.perf_counter()
+        table = TokenTable(self._decode(frames))
+        self.history.remember(self.version)
+        every = table.batch.trajectories
+        share = self.config.trainer.verify_share
+        self._verify(table, [every], stream.step_id * 1_000_003 + stream.groups, share)
+        stream.tables.append(table)
+        stream.groups += len(frames)
+        try:
+            self._accumulate(table, every, self._prepare(table.batch), first=True)
+        except _NotFinite as error:
+            stream.broken = str(error)
+        stream.seconds += time.perf_counter() - started
+
+    def _finish_stream(self, stream: _Stream, frames: Sequence[bytes], started: float) -> StepResult:
+        self.stream(step_id=stream.step_id, frames=frames)
+        norms: list[float] = []
+        skipped = stream.broken
+        self._stream = None
+        try:
+            if not skipped:
+                slots = (torch.arange(len(each.batch.behaviour)) for each in stream.tables)
+                counts = [each.batch.count(its) for each, its in zip(stream.tables, slots, strict=True)]
+                norms.append(self._optimizer_step(sum(counts)))
+                self.version += 1
+        except _NotFinite as error:
+            skipped = str(error)
+        finally:
+            self.optimizer.zero_gradients()
+        if skipped:
+            logger.warning("train_step %d is skipped: %s", stream.step_id, skipped)
+        result = self._conclude(stream.step_id, skipped, stream.tables, norms, started)
+        result.metrics["stream_seconds"] = stream.seconds
+        return result
 
     def answered(self, step_id: int) -> StepResult | None:
         """The answer to a train_step that was made already."""
@@ -351,11 +429,29 @@ class Trainer:
         ``FileExistsError`` when ``path`` is there and holds anything else.  With ``keep``, only so many of
         the checkpoints beside it stay, this one and the newest of the older ones.
         """
+        self.begin_checkpoint(path)()
+        self.finish_checkpoint(path, keep=keep)
+
+    def begin_checkpoint(self, path: Path, *, score: float | None = None) -> Callable[[], None]:
+        """Copy what ``save_checkpoint`` would write; the call that writes it, for any thread.
+
+        Training may go on before that is done and ``finish_checkpoint`` makes the checkpoint appear.
+        """
         self.optimizer.require_whole()
-        if self.will_save(path):
-            checkpoint.save(path, self.model, self.optimizer, self.version, self.last_step, self.ranks)
+        if not self.will_save(path):
+            return lambda: None
+        told = msgspec.to_builtins(self.last_step) if self.last_step is not None else None
+        record = checkpoint.Record(checkpoint.FORMAT, self.version, str(self.model.architecture), told, score)
+        self._writing = checkpoint.Writing(path, self.model, self.optimizer, record, self.ranks)
+        return self._writing.write
+
+    def finish_checkpoint(self, path: Path, *, keep: int | None = None, keep_best: bool = False) -> None:
+        """The checkpoint that was begun is written by all: make it appear, and remove older ones."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            writing.finish()
         if keep is not None and self.ranks.rank == 0:
-            checkpoint.remove_older(path, keep)
+            checkpoint.remove_older(path, keep, keep_best=keep_best)
 
     def will_save(self, path: Path) -> bool:
         """Whether ``save_checkpoint`` writes; ``FileExistsError`` when ``path`` is there and holds anything else."""
@@ -375,6 +471,7 @@ class Trainer:
         """Go on from a checkpoint; ``CheckpointError`` when it can't be used, and then nothing is changed."""
         record = checkpoint.load(path, self.model, self.optimizer)
         self.version = record.version
+        self._stream = None
         self.history.restart(record.version)
         self._answers.clear()
         if record.last_step is not None:

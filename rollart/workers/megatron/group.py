@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
@@ -47,6 +48,11 @@ class _TrainStep(_Request):
     frames: list[bytes]
 
 
+class _Stream(_Request):
+    step_id: int
+    frames: list[bytes]
+
+
 class _Snapshot(_Request):
     version: int
     canary: list[int]
@@ -64,6 +70,10 @@ class _Save(_Request):
     path: str
 
 
+class _FinishSave(_Request):
+    path: str
+
+
 class _Load(_Request):
     path: str
 
@@ -72,7 +82,9 @@ class _Close(_Request):
     pass
 
 
-_decoder = msgspec.msgpack.Decoder(_TrainStep | _Snapshot | _Score | _Weights | _Save | _Load | _Close)
+_decoder = msgspec.msgpack.Decoder(
+    _TrainStep | _Stream | _Snapshot | _Score | _Weights | _Save | _FinishSave | _Load | _Close
+)
 
 
 class Process(Protocol):
@@ -117,6 +129,7 @@ class TrainerGroup:
         count = config.trainer.processes
         self._scratch: Path | None = None
         self._processes: dict[int, Process] = {}
+        self._begun = False
         place: Place | None = None
         try:
             if count > 1:
@@ -182,6 +195,11 @@ class TrainerGroup:
             step_id=step_id, version=version, verify_share=verify_share, frames=frames
         )
 
+    def stream(self, *, step_id: int, frames: Sequence[bytes]) -> int:
+        """As ``Trainer.stream``."""
+        self._say(_Stream(step_id, [bytes(frame) for frame in frames]))
+        return self._trainer.stream(step_id=step_id, frames=frames)
+
     def score(self, ids: Sequence[int]) -> list[float]:
         """As ``Trainer.score``."""
         self._say(_Score(list(ids)))
@@ -205,9 +223,21 @@ class TrainerGroup:
 
     def save_checkpoint(self, path: Path, *, keep: int | None = None) -> None:
         """As ``Trainer.save_checkpoint``."""
-        if self._trainer.will_save(path):
+        self.begin_checkpoint(path)()
+        self.finish_checkpoint(path, keep=keep)
+
+    def begin_checkpoint(self, path: Path, *, score: float | None = None) -> Callable[[], None]:
+        """As ``Trainer.begin_checkpoint``; the other processes write theirs meanwhile."""
+        self._begun = self._trainer.will_save(path)
+        if self._begun:
             self._say(_Save(str(path)))
-        self._trainer.save_checkpoint(path, keep=keep)
+        return self._trainer.begin_checkpoint(path, score=score)
+
+    def finish_checkpoint(self, path: Path, *, keep: int | None = None, keep_best: bool = False) -> None:
+        """As ``Trainer.finish_checkpoint``."""
+        if self._begun:
+            self._say(_FinishSave(str(path)))
+        self._trainer.finish_checkpoint(path, keep=keep, keep_best=keep_best)
 
     def load_checkpoint(self, path: Path) -> None:
         """As ``Trainer.load_checkpoint``."""
@@ -243,14 +273,34 @@ def follow(config: Config, model_dir: Path, place: Place) -> None:
     """Be one of the other processes, until the first says it is over; ``RuntimeError`` when it is gone."""
     trainer = Trainer(config, model_dir, place)
     try:
-        while True:
-            request = _decoder.decode(trainer.ranks.say(None))
-            if isinstance(request, _Close):
-                return
-            with contextlib.suppress(Refusal):  # which the first process tells whoever asked
-                _carry_out(trainer, request)
+        with ThreadPoolExecutor(1, thread_name_prefix="save") as thread:
+            follower = _Follower(trainer, thread)
+            while True:
+                request = _decoder.decode(trainer.ranks.say(None))
+                if isinstance(request, _Close):
+                    return
+                with contextlib.suppress(Refusal):  # which the first process tells whoever asked
+                    follower.carry_out(request)
     finally:
         trainer.close()
+
+
+class _Follower:
+    def __init__(self, trainer: Trainer, thread: ThreadPoolExecutor) -> None:
+        self._trainer = trainer
+        self._thread = thread
+        self._written: Future[None] | None = None
+
+    def carry_out(self, request: _Request) -> None:
+        match request:
+            case _Save():
+                self._written = self._thread.submit(self._trainer.begin_checkpoint(Path(request.path)))
+            case _FinishSave():
+                assert self._written is not None, "_Save comes first"
+                self._written.result()
+                self._trainer.finish_checkpoint(Path(request.path))
+            case _:
+                _carry_out(self._trainer, request)
 
 
 def _carry_out(trainer: Trainer, request: _Request) -> None:
@@ -262,13 +312,13 @@ def _carry_out(trainer: Trainer, request: _Request) -> None:
                 verify_share=request.verify_share,
                 frames=request.frames,
             )
+        case _Stream():
+            trainer.stream(step_id=request.step_id, frames=request.frames)
         case _Snapshot():
             trainer.snapshot(request.version, request.canary)
         case _Score():
             trainer.score(request.ids)
         case _Weights():
             trainer.weights()
-        case _Save():
-            trainer.save_checkpoint(Path(request.path))
         case _Load():
             trainer.load_checkpoint(Path(request.path))

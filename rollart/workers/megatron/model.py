@@ -54,8 +54,8 @@ class LanguageModel:
         self.gpt = _build(architecture, self.config)
         for name, parameter in self.gpt.named_parameters():
             dimension = share_dimension(name)
+            # Megatron itself says so only where it draws the weights.
             if dimension is not None and not hasattr(parameter, "tensor_model_parallel"):
-                # Megatron itself says so only where it draws the weights, and of some biases.
                 set_tensor_model_parallel_attributes(parameter, True, dimension, 1)
         self.module: torch.nn.Module = self.gpt
         if dtype is torch.bfloat16:
