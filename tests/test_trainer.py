@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3Config
 
 from rollart.algorithms.losses import SamplingDistribution
+from rollart.algorithms.sampling import TaskDistributions
 from rollart.config import (
     Algorithm,
     Config,
@@ -276,8 +277,12 @@ def test_a_trajectory_of_several_sequences_counts_once_in_its_baseline(folder: P
         batch = Batch.decode(
             frames_of([TrainGroup(0, "task", samples)]),
             version=0,
-            distribution=SamplingDistribution(
-                temperature=TEMPERATURE, allowed=list(ALLOWED), vocab_size=VOCABULARY
+            distribution=TaskDistributions(
+                {
+                    "task": SamplingDistribution(
+                        temperature=TEMPERATURE, allowed=list(ALLOWED), vocab_size=VOCABULARY
+                    )
+                }
             ),
             algorithm_of=lambda task: config.algorithm,
             mixed_versions=MixedVersions.CORRECT,
