@@ -734,6 +734,12 @@ class Config(Section, frozen=True, kw_only=True):
                 f"{self.optimizer_steps} optimiser steps (steps × trainer.minibatches)"
             )
 
+    def sampling_of(self, task: Task) -> Sampling:
+        """``sampling`` with what ``task`` has otherwise."""
+        own = {field: getattr(task.sampling, field) for field in task.sampling.__struct_fields__}
+        changed = {field: value for field, value in own.items() if value is not None}
+        return msgspec.structs.replace(self.sampling, **changed) if changed else self.sampling
+
     @property
     def optimizer_steps(self) -> int:
         """Optimiser steps of the whole run, at most: a batch of few groups makes fewer."""

@@ -34,6 +34,8 @@ class Dataset(Section, frozen=True, kw_only=True):
 class TaskSampling(Section, frozen=True, kw_only=True):
     """What one task has otherwise than the run's ``sampling``; what is not set here is as there."""
 
+    temperature: Annotated[float, Meta(ge=0.01, le=2)] | None = None
+    allowed_token_ids: list[int | str] | None = None
     max_tokens: PositiveInt | None = None
     stop_token_ids: list[int | str] | None = None
     ignore_eos: bool | None = None

@@ -26,6 +26,7 @@ from rollart.algorithms.losses import (
     kl_estimate,
     policy_loss,
 )
+from rollart.algorithms.sampling import TaskDistributions
 from rollart.config import Algorithm, Config
 from rollart.config_algorithm import Advantage, Correction, Denominator, KLEstimator, Loss, LossMean
 from tests import algorithm_case as case
@@ -308,3 +309,39 @@ def test_a_batch_has_one_mean() -> None:
     )
     with pytest.raises(msgspec.ValidationError, match="a batch has one mean"):
         msgspec.yaml.decode(text, type=Config)
+
+
+def test_tasks_with_distributions_of_their_own_in_one_softmax() -> None:
+    alone = {
+        "cold": SamplingDistribution(temperature=0.5, allowed=[2, 3], vocab_size=11),
+        "warm": SamplingDistribution(temperature=1.0, allowed=[3, 9, 7], vocab_size=11),
+        "same": SamplingDistribution(temperature=0.5, allowed=[3, 2], vocab_size=11),
+    }
+    both = TaskDistributions(alone)
+    assert both.kind("cold") == both.kind("same") != both.kind("warm")
+    logits = torch.randn(6, 11, requires_grad=True)
+    names = ["cold", "warm", "same", "warm", "cold", "warm"]
+    kinds = torch.tensor([both.kind(name) for name in names])
+    found = both.log_softmax(logits, kinds)
+    for row, name in enumerate(names):
+        expected = alone[name].log_softmax(logits[row : row + 1])[0]
+        for id in range(11):
+            place, there = (
+                alone[name].places(torch.tensor([id])),
+                both.places(torch.tensor([id]), int(kinds[row])),
+            )
+            assert (int(place) < 0) == (int(there) < 0)
+            if int(place) >= 0:
+                assert torch.equal(found[row, there], expected[place])
+        assert torch.allclose(entropy(found[row : row + 1]), entropy(expected[None]))
+    entropy(found).sum().backward()
+    assert logits.grad is not None and bool(torch.isfinite(logits.grad).all())
+    assert bool((logits.grad[0, [0, 1, 4, 5, 6, 7, 8, 9, 10]] == 0).all())
+    free = TaskDistributions(
+        {
+            "free": SamplingDistribution(temperature=1.0, allowed=[], vocab_size=5),
+            "bound": SamplingDistribution(temperature=1.0, allowed=[1], vocab_size=5),
+        }
+    )
+    assert free.places(torch.tensor([0, 1]), free.kind("bound")).tolist() == [-1, 1]
+    assert free.places(torch.tensor([0, 5]), free.kind("free")).tolist() == [0, -1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3Config
 
 from rollart.algorithms.losses import SamplingDistribution
+from rollart.algorithms.sampling import TaskDistributions
 from rollart.config import (
     Algorithm,
     Config,
@@ -27,6 +29,7 @@ from rollart.config import (
     UpdateAt,
 )
 from rollart.config import Trainer as TrainerConfig
+from rollart.config_tasks import TaskSampling
 from rollart.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
 from rollart.protocol import TrainGroup, TrainSample, VersionRun, encode_group
 from rollart.workers.megatron.architecture import Architecture, UnsupportedModel
@@ -274,8 +277,12 @@ def test_a_trajectory_of_several_sequences_counts_once_in_its_baseline(folder: P
         batch = Batch.decode(
             frames_of([TrainGroup(0, "task", samples)]),
             version=0,
-            distribution=SamplingDistribution(
-                temperature=TEMPERATURE, allowed=list(ALLOWED), vocab_size=VOCABULARY
+            distribution=TaskDistributions(
+                {
+                    "task": SamplingDistribution(
+                        temperature=TEMPERATURE, allowed=list(ALLOWED), vocab_size=VOCABULARY
+                    )
+                }
             ),
             algorithm_of=lambda task: config.algorithm,
             mixed_versions=MixedVersions.CORRECT,
@@ -441,6 +448,29 @@ def test_masked_tokens_have_no_influence(make: Make, folder: Path) -> None:
         step(trainer, [group], share=0.0)
         results.append(weights_of(trainer))
     assert_same(*results)
+
+
+def test_each_task_is_trained_under_the_distribution_it_was_sampled_from(make: Make, folder: Path) -> None:
+    """Two tasks, with temperatures and allowed tokens of their own, in one batch: no gap to either."""
+    config = make_config()
+    cold = TaskSampling(temperature=0.5, allowed_token_ids=[*ALLOWED, 2])
+    tasks = [*config.tasks, msgspec.structs.replace(config.tasks[0], name="cold", sampling=cold)]
+    own = msgspec.structs.replace(config, sampling=config.sampling_of(tasks[1]))
+    config = msgspec.structs.replace(config, tasks=tasks)
+    model = reference_model(folder)
+    groups = make_groups(model, config, groups=2, seed=1)
+    groups += [
+        msgspec.structs.replace(group, group=10 + group.group, task="cold")
+        for group in make_groups(model, own, groups=2, seed=2)
+    ]
+    metrics = step(make(config), groups).metrics
+    assert metrics["logprob_gap_tokens"] == metrics["tokens"] and metrics["logprob_gap_max"] < 1e-4
+    assert 0 < metrics["entropy"] < math.log(5)
+    sample = groups[0].samples[0]
+    ids = unpack_ids(sample.ids)
+    ids[sample.mask.index(1)] = 2  # which only the other task allows
+    with pytest.raises(Refusal, match="was sampled, but it is not among"):
+        step(make(config), [replaced(groups[0], 0, ids=pack_ids(ids))])
 
 
 def test_verification_recomputes_under_the_weights_that_sampled(

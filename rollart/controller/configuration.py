@@ -313,11 +313,13 @@ def _resolve_tokens(config: Config) -> Config:
 
 def _resolve_task(number: int, task: Task, vocabulary: Mapping[str, int], size: int) -> Task:
     """The task's own token names as ids."""
-    own = task.sampling.stop_token_ids
-    if own is None:
-        return task
-    ids = _ids("stop_token_ids", own, vocabulary, size, f"tasks.{number}.")
-    return msgspec.structs.replace(task, sampling=msgspec.structs.replace(task.sampling, stop_token_ids=ids))
+    named = {name: getattr(task.sampling, name) for name in ("allowed_token_ids", "stop_token_ids")}
+    ids = {
+        name: _ids(name, own, vocabulary, size, f"tasks.{number}.")
+        for name, own in named.items()
+        if own is not None
+    }
+    return msgspec.structs.replace(task, sampling=msgspec.structs.replace(task.sampling, **ids))
 
 
 def _vocabulary(config: Config) -> Mapping[str, int]:

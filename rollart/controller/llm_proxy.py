@@ -17,7 +17,7 @@ from functools import partial
 
 import msgspec
 
-from rollart.config import Config, Task
+from rollart.config import Config
 from rollart.controller.affinity import Orders
 from rollart.controller.answers import Answer, Kept, flaw
 from rollart.controller.bindings import Bindings
@@ -64,11 +64,10 @@ class LLMProxy:
         self._inference = config.inference
         self._apart = config.inference.disaggregation
         self._profiling = self.orders.auto or (self._apart is not None and self._apart.min_answer_tokens > 0)
-        self._sampling = config.sampling
         self._retries = config.rollout.retries
-        self._allowed = pack_ids(t for t in config.sampling.allowed_token_ids if isinstance(t, int))
-        self._stops = {task.name: _stops(config, task) for task in config.tasks}
-        self._ignore_eos = {task.name: _ignores_eos(config, task) for task in config.tasks}
+        self._samplings = {task.name: config.sampling_of(task) for task in config.tasks}
+        self._allowed = {name: _packed(each.allowed_token_ids) for name, each in self._samplings.items()}
+        self._stops = {name: _packed(each.stop_token_ids) for name, each in self._samplings.items()}
         self._lowest_version = lowest_version
         self._prefixes: dict[int, Prefix] = {}
 
@@ -259,15 +258,16 @@ class LLMProxy:
     def _request(self, trajectory: Trajectory, kept: Kept, max_tokens: int) -> Generate:
         seq = self._switchboard.next_seq()
         greedy = trajectory.kind is Kind.EVAL
+        sampling = self._samplings[trajectory.task]
         return Generate(
             seq=seq,
             request_id=f"{trajectory.session}.{trajectory.turns}.{seq}",
             prompt=bytes(trajectory.ids) + kept.ids if kept.ids else bytes(trajectory.ids),
             max_tokens=max_tokens,
-            temperature=0.0 if greedy else self._sampling.temperature,
-            allowed_token_ids=self._allowed,
+            temperature=0.0 if greedy else sampling.temperature,
+            allowed_token_ids=self._allowed[trajectory.task],
             stop_token_ids=self._stops[trajectory.task],
-            ignore_eos=self._ignore_eos[trajectory.task],
+            ignore_eos=sampling.ignore_eos,
             seed=None,
         )
 
@@ -288,11 +288,5 @@ class LLMProxy:
             raise CallError(FailureKind.INFRASTRUCTURE, f"{link.name} answered with {wrong}")
 
 
-def _stops(config: Config, task: Task) -> bytes:
-    own = task.sampling.stop_token_ids
-    return pack_ids(t for t in (config.sampling.stop_token_ids if own is None else own) if isinstance(t, int))
-
-
-def _ignores_eos(config: Config, task: Task) -> bool:
-    own = task.sampling.ignore_eos
-    return config.sampling.ignore_eos if own is None else own
+def _packed(ids: list[int | str]) -> bytes:
+    return pack_ids(each for each in ids if isinstance(each, int))

@@ -74,7 +74,7 @@ class Rollout:
         self._limits = {
             task.name: Limits(
                 max_turns=task.max_turns,
-                max_tokens=task.sampling.max_tokens or config.sampling.max_tokens,
+                max_tokens=config.sampling_of(task).max_tokens,
                 context_tokens=task.context_tokens or config.inference.max_model_len,
                 retries=config.rollout.retries,
             )

@@ -53,10 +53,12 @@ class Call(msgspec.Struct, frozen=True):
         return self.prompt is None
 
 
-def parse_call(raw: bytes, config: Config, kind: Kind, *, chat: bool, most_tokens: int) -> Call:
+def parse_call(
+    raw: bytes, config: Config, kind: Kind, *, chat: bool, most_tokens: int, task: str | None = None
+) -> Call:
     """The call in a request's body; ``ApiError`` (400, 404) that names what of it is wrong.
 
-    ``most_tokens`` is what the trajectory's answers may have.
+    ``most_tokens`` is what the trajectory's answers may have; ``task`` is its task, for settings of its own.
     """
     try:
         body = msgspec.json.decode(raw)
@@ -66,7 +68,8 @@ def parse_call(raw: bytes, config: Config, kind: Kind, *, chat: bool, most_token
         raise bad_request(None, "the body must be a JSON object")
     refuse_unknown(body)
     _check_model(body.get("model"), config.endpoint.model)
-    _check_temperature(body.get("temperature"), config.sampling.temperature, kind)
+    sampling = config.sampling if task is None else config.sampling_of(config.task(task))
+    _check_temperature(body.get("temperature"), sampling.temperature, kind)
     wanted = {"messages": chat, "prompt": not chat, "tools": chat, "tool_choice": chat}
     for name, belongs in wanted.items():
         if not belongs and body.get(name) is not None:

@@ -172,6 +172,7 @@ class Endpoint:
             session.trajectory.kind,
             chat=chat,
             most_tokens=session.limits.max_tokens,
+            task=session.trajectory.task,
         )
         completion = await session.answer(call)
         if not call.stream:

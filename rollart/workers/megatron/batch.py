@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rollart.algorithms.advantages import Episode, episode_advantages, overlong_penalty, whitened
-from rollart.algorithms.losses import SamplingDistribution
+from rollart.algorithms.sampling import TaskDistributions
 from rollart.config import Algorithm, MixedVersions
 from rollart.config_algorithm import LossMean
 from rollart.protocol import TrainGroup, TrainSample
@@ -39,6 +39,8 @@ class Batch:
     """Those of the batch's tasks, each once."""
     algorithm: Tensor
     """int64 [N]: the place of each token's in ``algorithms``."""
+    sampling: Tensor
+    """int64 [N]: which of the tasks' distributions each token was sampled from."""
     behaviour: Tensor
     """float32 [N]: the engine's log-probabilities."""
     versions: Tensor
@@ -72,7 +74,7 @@ class Batch:
         frames: Sequence[bytes],
         *,
         version: int,
-        distribution: SamplingDistribution,
+        distribution: TaskDistributions,
         algorithm_of: Callable[[str], Algorithm],
         mixed_versions: MixedVersions,
     ) -> Batch:
@@ -135,7 +137,7 @@ class _Builder:
     def __init__(
         self,
         version: int,
-        distribution: SamplingDistribution,
+        distribution: TaskDistributions,
         algorithm_of: Callable[[str], Algorithm],
         mixed: MixedVersions,
     ) -> None:
@@ -173,7 +175,7 @@ class _Builder:
         start = len(self._trajectories)
         start_members = len(self._episodes)
         for sequences in members.values():
-            self._add_member(sequences, algorithm)
+            self._add_member(sequences, algorithm, self._distribution.kind(group.task))
         self._groups.append(range(start, len(self._trajectories)))
         self._members.append(range(start_members, len(self._episodes)))
         rewards = [episode.reward for episode in self._episodes[start_members:]]
@@ -181,12 +183,13 @@ class _Builder:
 
     def batch(self) -> Batch:
         columns = [torch.cat(parts) for parts in zip(*self._parts, strict=True)]
-        behaviour, versions, places, trained, weights, ends, algorithm = columns
+        behaviour, versions, places, trained, weights, ends, algorithm, sampling = columns
         return Batch(
             trajectories=self._trajectories,
             groups=self._groups,
             algorithms=self._algorithms,
             algorithm=algorithm,
+            sampling=sampling,
             behaviour=behaviour,
             versions=versions,
             places=places,
@@ -203,17 +206,17 @@ class _Builder:
             loss_mean=self._algorithms[0].loss_mean,
         )
 
-    def _add_member(self, sequences: list[TrainSample], algorithm: Algorithm) -> None:
+    def _add_member(self, sequences: list[TrainSample], algorithm: Algorithm, kind: int) -> None:
         """A trajectory: one episode, whatever its number of sequences."""
         if len(sequences) > 1 and len({sample.reward for sample in sequences}) > 1:
             raise Refusal(f"trajectory {sequences[0].trajectory}: its sequences have different rewards")
         newest = max((run.version for sample in sequences for run in sample.versions), default=-1)
         first = self._first
-        found = [self._add(sample, algorithm, newest) for sample in sequences]
+        found = [self._add(sample, algorithm, newest, kind) for sample in sequences]
         self._episodes.append(_episode(sequences[0].reward, found, algorithm))
         self._slots.append(slice(first, self._first))
 
-    def _add(self, sample: TrainSample, algorithm: Algorithm, newest: int) -> Sample:
+    def _add(self, sample: TrainSample, algorithm: Algorithm, newest: int, kind: int) -> Sample:
         """``newest``: the highest version among the tokens of all the trajectory's sequences."""
         found = decode_sample(sample)
         if newest > self._version or int(found.versions.min()) < 0:
@@ -222,7 +225,7 @@ class _Builder:
                 f"trajectory {sample.trajectory} has tokens of version {wrong}, "
                 f"but the trainer is at version {self._version}"
             )
-        places = self._places(sample, found)
+        places = self._places(sample, found, kind)
         mixed = bool((found.versions != newest).any())
         self._mixed_count += mixed
         trained = torch.ones_like(found.versions, dtype=torch.bool)
@@ -232,18 +235,28 @@ class _Builder:
             trained = torch.zeros_like(trained)
             self._truncated += 1
         place = torch.full_like(found.versions, self._algorithms.index(algorithm))
+        kinds = torch.full_like(found.versions, kind)
         ends = torch.zeros_like(found.versions)
         ends[trained.nonzero()[-1:, 0]] = 1
         self._parts.append(
-            (found.logprobs, found.versions, places, trained, _weights(trained, algorithm), ends, place)
+            (
+                found.logprobs,
+                found.versions,
+                places,
+                trained,
+                _weights(trained, algorithm),
+                ends,
+                place,
+                kinds,
+            )
         )
         self._trajectories.append(Trajectory(sample.trajectory, found.ids, found.positions, self._first))
         self._first += len(found.positions)
         return found
 
-    def _places(self, sample: TrainSample, found: Sample) -> Tensor:
+    def _places(self, sample: TrainSample, found: Sample, kind: int) -> Tensor:
         ids, positions = found.ids, found.positions
-        places = self._distribution.places(ids[positions])
+        places = self._distribution.places(ids[positions], kind)
         if bool((places < 0).any()):
             token = int(ids[positions][places < 0][0])
             raise Refusal(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from rollart.algorithms.losses import SamplingDistribution, kl_estimate
+from rollart.algorithms.sampling import TaskDistributions
 from rollart.config import Config, DType, Schedule
 from rollart.config_algorithm import Algorithm, Denominator
 from rollart.workers.megatron import checkpoint
@@ -82,10 +83,16 @@ class Trainer:
         hf_config = read_config(model_dir)
         self.architecture = Architecture.of(hf_config)
         self.architecture.check_layout(config.trainer)
-        self._distribution = SamplingDistribution(
-            temperature=config.sampling.temperature,
-            allowed=_resolved(config.sampling.allowed_token_ids),
-            vocab_size=self.architecture.vocab_size,
+        samplings = {task.name: config.sampling_of(task) for task in config.tasks}
+        self._distribution = TaskDistributions(
+            {
+                name: SamplingDistribution(
+                    temperature=sampling.temperature,
+                    allowed=_resolved(sampling.allowed_token_ids),
+                    vocab_size=self.architecture.vocab_size,
+                )
+                for name, sampling in samplings.items()
+            }
         )
         seed = config.model.random.seed if config.model.random else None
         weights = read_weights(model_dir, hf_config, seed)

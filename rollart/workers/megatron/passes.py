@@ -14,7 +14,8 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from rollart.algorithms.losses import SampledTokens, SamplingDistribution, entropy, kl_estimate, policy_loss
+from rollart.algorithms.losses import SampledTokens, entropy, kl_estimate, policy_loss
+from rollart.algorithms.sampling import TaskDistributions
 from rollart.config import Trainer as TrainerConfig
 from rollart.workers.megatron.batch import Batch
 from rollart.workers.megatron.micro_batch import MicroBatch, Trajectory, cut, padding_share
@@ -55,7 +56,7 @@ class Passes:
         self,
         model: LanguageModel,
         module: torch.nn.Module,
-        distribution: SamplingDistribution,
+        distribution: TaskDistributions,
         config: TrainerConfig,
         ranks: Ranks,
     ) -> None:
@@ -72,7 +73,7 @@ class Passes:
         """Log-probabilities of the sampled tokens of ``trajectories`` under the model's weights, [N], else 0."""
 
         def tell(micro: MicroBatch, logits: Tensor) -> tuple[Tensor, Tensor]:
-            logprobs = self._logprobs(batch, micro, self._distribution.log_softmax(logits))
+            logprobs = self._logprobs(batch, micro, self._log_softmax(batch, micro, logits))
             return logprobs.sum(), logprobs[None]
 
         return self._run(trajectories, tell, columns=1, count=len(batch.behaviour), forward_only=True)[0]
@@ -150,12 +151,15 @@ class Passes:
         )
         return ranks.add_up(table)
 
+    def _log_softmax(self, batch: Batch, micro: MicroBatch, logits: Tensor) -> Tensor:
+        return self._distribution.log_softmax(logits, batch.sampling[micro.slots])
+
     def _logprobs(self, batch: Batch, micro: MicroBatch, distribution: Tensor) -> Tensor:
         places = batch.places[micro.slots].to(distribution.device)
         return distribution.gather(-1, places[:, None])[:, 0]
 
     def _loss(self, batch: Batch, known: Known, micro: MicroBatch, logits: Tensor) -> tuple[Tensor, Tensor]:
-        distribution = self._distribution.log_softmax(logits)
+        distribution = self._log_softmax(batch, micro, logits)
         logprobs = self._logprobs(batch, micro, distribution)
         trained = batch.trained[micro.slots]
         told = torch.zeros(len(Told._fields), len(micro.slots))
