@@ -456,7 +456,9 @@ class Inference(Section, frozen=True, kw_only=True):
         if not self.pools:
             return
         if self.tensor_parallel > 1 and any(pool.slowdown > 1 for pool in self.pools):
-            raise ValueError("pools.slowdown does nothing for an engine of several processes (tensor_parallel)")
+            raise ValueError(
+                "pools.slowdown does nothing for an engine of several processes (tensor_parallel)"
+            )
         total = sum(pool.workers for pool in self.pools)
         if self.workers not in (1, total):
             raise ValueError(f"workers is {self.workers} and the pools have {total}: leave workers out")

@@ -159,7 +159,9 @@ async def test_a_redundant_member_that_is_being_scored_is_stopped_at_once(tmp_pa
 
 async def test_a_run_scores_through_the_local_host_over_http(tmp_path: Path) -> None:
     """And when the host dies in mid-run, no trajectory is lost for it."""
-    config = scored_by({"function": "tests.reward_functions:turns", "max_instances": 2, "retries": 12}, steps=6)
+    config = scored_by(
+        {"function": "tests.reward_functions:turns", "max_instances": 2, "retries": 12}, steps=6
+    )
     host = LocalFunctions(local_rewards(config), tmp_path, tmp_path)
     await host.start()
     try:
