@@ -9,7 +9,14 @@ from pathlib import Path
 
 import msgspec
 import torch
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from safetensors.torch import load_file
+from transformers import (
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from rollart.config import Config
 from rollart.packing import pack_ids, unpack_floats, unpack_ids
@@ -67,6 +74,41 @@ def random_model(seed: int, *, tied: bool = False) -> PreTrainedModel:
             if parameter.ndim == 2:
                 parameter.mul_(4.0)
     return model.eval()
+
+
+def random_mixture(seed: int) -> PreTrainedModel:
+    """The same as a mixture of four experts, of which each token takes two."""
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        architectures=["Qwen3MoeForCausalLM"],
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        bos_token_id=1,
+        eos_token_id=EOS,
+        pad_token_id=0,
+        dtype="float32",
+    )
+    model = Qwen3MoeForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(4.0)
+    return model.eval()
+
+
+def saved_weights(model: PreTrainedModel, folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors under the names that a checkpoint has."""
+    model.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
 
 
 def save_shape(model: PreTrainedModel, folder: Path) -> Path:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from rollart.packing import pack_ids, unpack_floats, unpack_ids
 from rollart.protocol import Cancel, FailureKind, Suspend
@@ -22,9 +24,13 @@ from tests.engines import (
     PROMPT,
     VOCABULARY,
     DrivenWorker,
+    config_for,
     largest_gap,
     logprobs_under,
+    random_mixture,
     random_model,
+    save_shape,
+    saved_weights,
     until,
     weights_of,
 )
@@ -324,3 +330,34 @@ async def test_what_can_not_be_true_is_never_passed_on() -> None:
 async def test_a_worker_without_an_engine_refuses() -> None:
     with pytest.raises(RuntimeError, match="not set up"):
         await InferenceWorker(NOWHERE, name="early").serve(Suspend(1), [])
+
+
+# --- other engines ------------------------------------------------------------------------------------------
+
+
+async def _serves_what_is_published(
+    tmp_path: Path, models: list[PreTrainedModel], **inference: object
+) -> None:
+    """An engine of its own: after each update its canary is that of Hugging Face."""
+    (tmp_path / "shape").mkdir()
+    shape = save_shape(models[0], tmp_path / "shape")
+    with tempfile.TemporaryDirectory(prefix="rollart-test-", dir="/dev/shm") as store:
+        driven = DrivenWorker(shape, Path(store), config_for(**inference))
+        try:
+            await driven.worker.setup()
+            for number, model in enumerate(models):
+                tensors = saved_weights(model, tmp_path / str(number))
+                _, canary = await driven.serve_weights(tensors)
+                assert largest_gap(canary, logprobs_under(model, CANARY, 1)) < EXACT
+        finally:
+            await driven.worker.teardown()
+
+
+async def test_an_update_of_a_mixture_of_experts(tmp_path: Path) -> None:
+    """vLLM packs the experts' weights for a CPU when they are first loaded, and by itself not again."""
+    await _serves_what_is_published(tmp_path, [random_mixture(seed) for seed in (1, 2)])
+
+
+async def test_an_engine_that_is_divided_over_processes(tmp_path: Path) -> None:
+    models = [random_model(seed, tied=True) for seed in (1, 2)]
+    await _serves_what_is_published(tmp_path, models, tensor_parallel=2)

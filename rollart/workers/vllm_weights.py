@@ -27,6 +27,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -68,6 +69,11 @@ class StoreTransfer(WeightTransferEngine[StoreInit, StoreUpdate]):
 
     def start_weight_update(self) -> None:
         """Make the layers take checkpoint weights again: on CPU the ones they compute with are packed."""
+        if current_platform.is_cpu():
+            for module in self.model.modules():
+                if isinstance(module, FusedMoEMethodBase):
+                    # With a kernel it takes the experts' weights as they are, and the kernel reads packed ones.
+                    module.moe_kernel = None
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
