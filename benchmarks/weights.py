@@ -37,8 +37,10 @@ PULLERS = (1, 2, 4)
 SHORT_PULLERS = (1, 2)
 LARGEST_TENSOR = 32 << 20
 REPEATS = 3
-LEASE_S = 3.0
-"""Of the master on what is read: a raw get of everything has to be done by then."""
+LEASE_S = 10.0
+"""Of the master on what is read, which can't be removed meanwhile."""
+ROOMY_BYTES = 1_000_000_000
+"""Up to here the nodes have room for all versions, and nobody waits for leases."""
 MEMORY = Path("/dev/shm")
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
@@ -115,7 +117,8 @@ def measure(name: str, kind: str, count: int, master: str, scratch: Path) -> Row
             pulled.append(max(pullers.pull(reference)))
             if isinstance(trainer, MooncakeStore):
                 raw.append(max(pullers.raw(*_buckets(trainer, reference))))
-            time.sleep(LEASE_S + 0.5 if master else 0)  # the master protects what was read
+            if master and 2 * MODELS[name] > ROOMY_BYTES:
+                time.sleep(LEASE_S + 0.5)
             trainer.collect(version + 1)
     trainer.close()
     row = {
@@ -131,6 +134,10 @@ def measure(name: str, kind: str, count: int, master: str, scratch: Path) -> Row
         f"{kind:>8} {name:>5}, {count} pulling: {row['publish_s']:.3f} s, {row['pull_s']:.3f} s\n"
     )
     return row
+
+
+def _node_bytes(size: int) -> int:
+    return max(256 << 20, int((2.5 if size > ROOMY_BYTES else 3 + REPEATS) * size))
 
 
 def _buckets(store: MooncakeStore, reference: str) -> tuple[list[str], list[int]]:
@@ -153,9 +160,7 @@ async def measure_all(names: list[str], counts: tuple[int, ...]) -> tuple[list[R
                     if kind == "local":
                         rows.append(await asyncio.to_thread(measure, name, kind, count, "", scratch))
                         continue
-                    servers = MooncakeServers(
-                        scratch, nodes=1, node_bytes=max(256 << 20, int(2.5 * size)), lease_s=LEASE_S
-                    )
+                    servers = MooncakeServers(scratch, nodes=1, node_bytes=_node_bytes(size), lease_s=LEASE_S)
                     try:
                         await servers.start()
                         rows.append(

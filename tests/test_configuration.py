@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rollart.config import Config, UpdateAt
@@ -159,6 +159,9 @@ def test_a_broken_file_is_one_sentence(tmp_path: Path, text: str, sentence: str)
         ),
     )
 )
+@example({"name": {"\n": float("inf")}})
+@example({"model": {"a\nb": 1}})
+@example({"tasks": [{"options": {"a\nb": float("nan")}}]})
 def test_any_mapping_is_a_config_or_a_sentence(tmp_path_factory: pytest.TempPathFactory, raw: object) -> None:
     path = tmp_path_factory.getbasetemp() / "any.yaml"
     path.write_text(yaml.safe_dump(raw))

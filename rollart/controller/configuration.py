@@ -183,7 +183,8 @@ def _numbers(raw: object, path: str) -> Iterator[tuple[str, float]]:
     elif isinstance(raw, list):
         entries = enumerate(raw)
     for key, value in entries:
-        yield from _numbers(value, f"{path}.{key}" if path else str(key))
+        name = ascii(str(key))[1:-1]  # a message is one line, whatever a file has for a key
+        yield from _numbers(value, f"{path}.{name}" if path else name)
 
 
 def _refuse_sampling(sampling: object, prefix: str = "") -> None:
