@@ -159,6 +159,11 @@ def test_mistakes_of_several_settings_are_one_sentence(
     assert "\n" not in str(caught.value)
 
 
+def test_a_built_in_function_of_groups_gets_groups(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(good), "tasks.0.reward.function=rollart.rewards:group_rank", "--dry-run"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["tasks"][0]["reward"]["scope"] == "group"
+
+
 def test_an_override_reaches_a_step_of_a_curriculum() -> None:
     mixed = Path(__file__).parents[1] / "examples" / "mixed_tasks.yaml"
     assert load_config(mixed, ["tasks.1.curriculum.6=5"]).tasks[1].curriculum == {0: 0.5, 6: 5}
