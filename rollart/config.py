@@ -176,6 +176,8 @@ class Task(Section, frozen=True, kw_only=True):
             raise ValueError("weight does nothing beside curriculum")
         if any(step < 0 for step in self.curriculum):
             raise ValueError("curriculum's steps must be at least 0")
+        if self.curriculum and not any(self.curriculum.values()):
+            raise ValueError("curriculum gives it the weight 0 at every step: leave the task out")
         if self.reward == []:
             raise ValueError("reward is an empty list: leave it out for the environment's own rewards")
 
@@ -459,6 +461,10 @@ class Inference(Section, frozen=True, kw_only=True):
             raise ValueError(
                 "pools.slowdown does nothing for an engine of several processes (tensor_parallel)"
             )
+        if self.tensor_parallel > 1 and any(pool.devices for pool in self.pools):
+            raise ValueError(
+                f"pools.devices gives each engine one GPU, and tensor_parallel divides it over {self.tensor_parallel}"
+            )
         total = sum(pool.workers for pool in self.pools)
         if self.workers not in (1, total):
             raise ValueError(f"workers is {self.workers} and the pools have {total}: leave workers out")
@@ -650,6 +656,9 @@ class Config(Section, frozen=True, kw_only=True):
         for step in sorted({step for task in self.tasks for step in task.curriculum}):
             if not any(task.weight_at(step) for task in self.tasks):
                 raise ValueError(f"at step {step} the curriculum gives every task the weight 0")
+        if len(self.tasks) == 1 and (self.tasks[0].curriculum or self.tasks[0].weight != 1.0):
+            name = "curriculum" if self.tasks[0].curriculum else "weight"
+            raise ValueError(f"task {self.tasks[0].name}: {name} does nothing, since there is no other task")
         for task in self.tasks:
             if (task.context_tokens or 0) > self.inference.max_model_len:
                 raise ValueError(
@@ -706,6 +715,12 @@ class Config(Section, frozen=True, kw_only=True):
             raise ValueError(
                 "algorithm does nothing where every task has its own: leave only loss_mean and loss_mean_tokens in it"
             )
+        if agents and len(agents) == len(self.tasks) and self.environments.warm_groups:
+            raise ValueError(
+                "environments.warm_groups does nothing: every task has an agent, which resets nothing"
+            )
+        self._check_split_limits()
+        self._check_measured()
         check_routing(
             self.inference.all_pools, self.inference.hw_affinity, self.inference.disaggregation, names
         )
@@ -735,6 +750,38 @@ class Config(Section, frozen=True, kw_only=True):
                 f"trainer.warmup_optimizer_steps ({self.trainer.warmup_optimizer_steps}) must be below the run's "
                 f"{self.optimizer_steps} optimiser steps (steps × trainer.minibatches)"
             )
+
+    def _check_split_limits(self) -> None:
+        """``ValueError`` where no request could ever be long enough to be split."""
+        limits = self.inference.disaggregation
+        if limits is None:
+            return
+        longest = max(self.sampling_of(task).max_tokens for task in self.tasks)
+        if limits.min_prompt_tokens >= self.inference.max_model_len:
+            raise ValueError(
+                f"inference.disaggregation.min_prompt_tokens ({limits.min_prompt_tokens}) is never reached: "
+                f"inference.max_model_len is {self.inference.max_model_len}"
+            )
+        if limits.min_answer_tokens > longest:
+            raise ValueError(
+                f"inference.disaggregation.min_answer_tokens ({limits.min_answer_tokens}) is never reached: "
+                f"sampling.max_tokens is {longest}"
+            )
+
+    def _check_measured(self) -> None:
+        """``ValueError`` where ``health`` limits a number that this run never has."""
+        algorithms = [self.algorithm_of(task.name) for task in self.tasks]
+        needs = {
+            "kl_reference": ("algorithm.kl_coefficient", any(a.kl_coefficient for a in algorithms)),
+            "correction_mean": ("algorithm.correction", any(a.corrects for a in algorithms)),
+            "correction_zero_share": ("algorithm.correction", any(a.corrects for a in algorithms)),
+            "logprob_gap_mean": ("trainer.verify_share above 0", self.trainer.verify_share > 0),
+            "logprob_gap_max": ("trainer.verify_share above 0", self.trainer.verify_share > 0),
+        }
+        for name, _ in self.health.limits():
+            setting, measured = needs.get(name, ("", True))
+            if not measured:
+                raise ValueError(f"health.{name} does nothing: it is only measured with {setting}")
 
     def sampling_of(self, task: Task) -> Sampling:
         """``sampling`` with what ``task`` has otherwise."""

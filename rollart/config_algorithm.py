@@ -277,6 +277,11 @@ class Algorithm(Section, frozen=True, kw_only=True):
         return self.advantage in _WHITENED
 
     @property
+    def corrects(self) -> bool:
+        """Whether tokens are weighted by a ``correction``."""
+        return self.correction is not Correction.NONE
+
+    @property
     def uses_turns(self) -> bool:
         """Its advantages differ between the turns of a trajectory."""
         return self.advantage in _RETURNS

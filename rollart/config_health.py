@@ -30,6 +30,12 @@ class Limits(Section, frozen=True, kw_only=True):
                 raise ValueError(
                     f"warn_{side} ({warn:g}) would do nothing: stop_{side} ({stop:g}) is reached first"
                 )
+        for kind in ("warn", "stop"):
+            below, above = getattr(self, f"{kind}_below"), getattr(self, f"{kind}_above")
+            if below is not None and above is not None and below > above:
+                raise ValueError(
+                    f"{kind}_below ({below:g}) is over {kind}_above ({above:g}): every number is outside"
+                )
 
 
 class Health(Section, frozen=True, kw_only=True):

@@ -119,6 +119,11 @@ class Reward(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=Tr
                 raise ValueError(f"{idle[0]} does nothing unless {when}")
         if self.on_failure is OnFailure.VALUE and self.value is None:
             raise ValueError("on_failure: value needs value, the score that a failed reward counts as")
+        if None not in (self.hedge_after_s, self.timeout_s) and self.hedge_after_s >= self.timeout_s:  # type: ignore[operator]
+            raise ValueError(
+                f"hedge_after_s ({self.hedge_after_s:g}) does nothing: an attempt ends after timeout_s "
+                f"({self.timeout_s:g})"
+            )
         if (self.min_instances or 0) > (self.max_instances or 32):
             raise ValueError(
                 f"min_instances ({self.min_instances}) must be at most max_instances ({self.max_instances or 32})"

@@ -108,6 +108,10 @@ def check_routing(
 ) -> None:
     """``ValueError`` where the pools can't serve what is declared, or a setting would do nothing."""
     classes = list(dict.fromkeys(pool.hardware for pool in pools))
+    if affinity and DEFAULT in tasks:
+        raise ValueError(
+            f"inference.hw_affinity.{DEFAULT} is for the tasks that are not listed, and a task has that name: rename it"
+        )
     if isinstance(affinity, str):
         if affinity != AUTO:
             raise ValueError(f"inference.hw_affinity is {affinity!r}: give {AUTO}, or a class for each task")
@@ -146,6 +150,19 @@ def check_routing(
         raise ValueError(
             "inference.disaggregation does nothing: no pool has phase prefill or decode, and no entry of "
             "inference.hw_affinity gives prefill and decode apart"
+        )
+    if disaggregation is not None and disaggregation.adapt:
+        _check_adapt(pools)
+
+
+def _check_adapt(pools: list[Pool]) -> None:
+    """``ValueError`` where no worker could ever change its phase: each phase keeps one."""
+    of = {phase: sum(pool.workers for pool in pools if pool.phase is phase) for phase in Phase}
+    apart = of[Phase.PREFILL], of[Phase.DECODE]
+    if min(apart) < 1 or sum(apart) < 3:
+        raise ValueError(
+            "inference.disaggregation.adapt does nothing: it moves workers of pools with phase prefill or decode, and "
+            f"each phase keeps one; there are {apart[0]} and {apart[1]}, and it takes three"
         )
 
 

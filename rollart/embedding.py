@@ -28,6 +28,7 @@ async def run(config: Config, *, stream: TextIO | None = None, clusters: Sequenc
     """
     for cluster in clusters:
         config = cluster.apply(config)
+    preflight.check_layout(config)
     preflight.check_environments(config)
     config = preflight.resolve_rewards(config)
     preflight.check_packages(config)

@@ -115,6 +115,77 @@ def test_a_mistake_is_one_sentence_with_its_place(good: Path, override: str, sen
     assert "\n" not in str(caught.value)
 
 
+POOLS = "inference.pools=[{hardware: H800}, {hardware: H20}]"
+SPLIT = "inference.pools=[{hardware: H800, phase: prefill}, {hardware: H20, phase: decode}]"
+TOGETHER = [
+    # keys of mappings, and enums that may be null
+    ([POOLS, "inference.hw_affinity={default: H800, FrozenLake: {prefill: H800, decode: H20, x: 1}}"],
+     "inference.hw_affinity.FrozenLake.x: there is no such setting; inference.hw_affinity.FrozenLake has prefill"),
+    ([POOLS, "inference.hw_affinity={default: H800, FrozenLake: 3}"],
+     "inference.hw_affinity.FrozenLake: expected `str | object | array`, got `int` (it is 3)"),
+    (["tasks.0.curriculum={0: 1, 3: -1}"], "tasks.0.curriculum.3: expected `float` >= 0.0 (it is -1)"),
+    (["tasks.0.curriculum={a: 1}"], "tasks.0.curriculum: of each key, expected `int`, got `str`"),
+    (["tasks.0.reward={function: 'a:b', scope: grop}"],
+     "tasks.0.reward.scope: 'grop' is not one of trajectory, group; did you mean group?"),
+    (["algorithm.kl_estimator=k9"], "algorithm.kl_estimator: 'k9' is not one of k1, k2, k3"),
+    # what would do nothing
+    ([SPLIT, "inference.disaggregation={min_prompt_tokens: 512}"], "min_prompt_tokens (512) is never reached"),
+    ([SPLIT, "inference.disaggregation={min_answer_tokens: 2}"], "min_answer_tokens (2) is never reached"),
+    ([SPLIT, "inference.disaggregation={adapt: true}"], "adapt does nothing"),
+    ([POOLS, "tasks.0.name=default", "inference.hw_affinity={default: H20}"], "a task has that name"),
+    (["inference.pools=[{hardware: H800, devices: [0]}]", "inference.tensor_parallel=2"],
+     "inference: pools.devices gives each engine one GPU"),
+    (["tasks.0.weight=2"], "task FrozenLake: weight does nothing, since there is no other task"),
+    (["tasks.0.curriculum={0: 1}"], "task FrozenLake: curriculum does nothing, since there is no other task"),
+    (["tasks.0.curriculum={0: 0, 5: 0}"], "tasks.0: curriculum gives it the weight 0 at every step"),
+    (["health.kl_reference={warn_above: 1}"], "health.kl_reference does nothing: it is only measured with"),
+    (["health.correction_mean={warn_above: 1}"], "health.correction_mean does nothing"),
+    (["health.logprob_gap_mean={warn_above: 1}", "trainer.verify_share=0"], "trainer.verify_share above 0"),
+    (["health.ess={stop_below: 0.9, stop_above: 0.5}"], "stop_below (0.9) is over stop_above (0.5)"),
+    (["tasks.0.reward={function: 'a:b', hedge_after_s: 9, timeout_s: 9}"], "hedge_after_s (9) does nothing"),
+    (["sampling.stop_token_ids=[Z]"], "sampling.stop_token_ids: 'Z' is not among sampling.allowed_token_ids"),
+    (["tasks.0.sampling.stop_token_ids=[L]", "tasks.0.sampling.allowed_token_ids=[D]"], "'L' is not among"),
+    (["tasks=[{name: A, agent: 'a:b'}]", "environments.warm_groups=1"], "warm_groups does nothing"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "sentence"), TOGETHER, ids=[" ".join(t[0]) for t in TOGETHER])
+def test_mistakes_of_several_settings_are_one_sentence(
+    good: Path, overrides: list[str], sentence: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(good, overrides)
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_built_in_function_of_groups_gets_groups(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(good), "tasks.0.reward.function=rollart.rewards:group_rank", "--dry-run"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["tasks"][0]["reward"]["scope"] == "group"
+
+
+def test_an_override_reaches_a_step_of_a_curriculum() -> None:
+    mixed = Path(__file__).parents[1] / "examples" / "mixed_tasks.yaml"
+    assert load_config(mixed, ["tasks.1.curriculum.6=5"]).tasks[1].curriculum == {0: 0.5, 6: 5}
+
+
+LAYOUTS = [
+    ("inference.tensor_parallel=3", "inference.tensor_parallel (3) must divide the model's attention heads"),
+    ("trainer.tensor_parallel=4", "trainer.tensor_parallel (4) must divide the model's key-value heads: it has 2"),
+    ("trainer.pipeline_parallel=3", "trainer.pipeline_parallel (3) must divide the model's layers"),
+    ("tasks.0.interpreter=/bin/true", "interpreter /bin/true: it is no Python; rollart must be importable there"),
+    ("model.chat_template=/nowhere", "model.chat_template: there is no file /nowhere"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("override", "sentence"), LAYOUTS, ids=[m[0] for m in LAYOUTS])
+def test_what_the_machine_or_the_model_refuses_is_said_before_anything_starts(
+    good: Path, override: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(good), override, "--dry-run"]) == 2
+    assert sentence in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", sorted(REFUSED_SAMPLING))
 def test_sampling_that_the_trainer_cannot_reproduce_is_refused(good: Path, name: str) -> None:
     with pytest.raises(

@@ -250,6 +250,8 @@ def test_the_command_line_serves_ends_with_its_parent_and_tells_mistakes(tmp_pat
         ([], "there is no function to serve"),
         (["nothing"], "'nothing' is no import path"),
         (["m:f", "--host", "0.0.0.0"], "set ROLLART_FUNCTIONS_TOKEN"),
+        (["m:f", "--max-instances", "0"], "--max-instances is 0; it must be at least 1"),
+        (["tests.reward_functions:lst"], "has no lst; did you mean last?"),
     ):
         done = subprocess.run([*command, *words], capture_output=True, text=True, check=False)
         assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr

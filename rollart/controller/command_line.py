@@ -84,6 +84,7 @@ def _run(options: argparse.Namespace) -> int:
     from rollart.controller.run_folder import RunFolder, to_yaml
 
     config = load_config(options.config, options.overrides)
+    preflight.check_layout(config)
     preflight.check_environments(config)
     config = preflight.resolve_rewards(config)
     folder = RunFolder.choose(config)

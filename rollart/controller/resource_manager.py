@@ -93,8 +93,13 @@ class ResourceManager:
         return "\n".join([*lines, *self._affinities()])
 
     def _line(self, placement: Placement) -> str:
+        processes = {
+            str(Role.TRAINER): self._config.trainer.processes,
+            str(Role.INFERENCE): self._config.inference.tensor_parallel,
+        }.get(placement.role, 1)
+        what = "a process" if processes == 1 else f"{processes} processes"
         text = (
-            f"{placement.name:<16} a process of this machine, hardware class {placement.hardware_class}, "
+            f"{placement.name:<16} {what} of this machine, hardware class {placement.hardware_class}, "
             f"{placement.environment['OMP_NUM_THREADS']} thread(s)"
         )
         if placement.interpreter:

@@ -1,8 +1,8 @@
 """``python -m rollart.environments.check``: can these tasks' environments and agents be loaded, with these options?
 
 A process of its own, since an environment's module may import anything, and the controller imports none of it.
-Reads the tasks as JSON from stdin; says what is wrong as one line on stdout, and exits 0 either way.  What the
-environments' own code prints goes to stderr.
+Reads the tasks as JSON from stdin; says on stdout ``good``, or what is wrong as one line, and exits 0 either way.
+What the environments' own code prints goes to stderr.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from rollart.config import Task
 from rollart.environments.loading import load_agent, load_task
 from rollart.errors import ConfigError
 
+GOOD = "good"
+"""The answer when all can be loaded."""
+
 
 def main() -> None:
     """Check each task."""
@@ -30,6 +33,8 @@ def main() -> None:
             answer.write(f"{error}\n")
             answer.flush()
             return
+    answer.write(f"{GOOD}\n")
+    answer.flush()
 
 
 def _check(task: Task) -> None:

@@ -129,7 +129,10 @@ def cause(error: BaseException) -> str:
 def _module(name: str, where: str) -> ModuleType:
     missing = _missing_part(name, where)
     if missing:
-        raise ConfigError(f"{where}: there is no module {missing}{_near(missing, _siblings(missing))}")
+        looked = f" (looked for in {Path.cwd()} and among what is installed)" if "." not in missing else ""
+        raise ConfigError(
+            f"{where}: there is no module {missing}{_near(missing, _siblings(missing))}{looked}"
+        )
     try:
         return importlib.import_module(name)
     except BaseException as error:  # the boundary of a user's module, which may even call sys.exit

@@ -38,8 +38,8 @@ class Checked(msgspec.Struct):
     """By import path; only of functions that run on this machine, or that could be loaded."""
 
 
-def check(tasks: list[Task]) -> Checked:
-    """Load each function."""
+def check(tasks: list[Task], *, names_only: bool = False) -> Checked:
+    """Load each function, and try its options where not only the names are known (``--names``)."""
     found: dict[str, Declaration] = {}
     for task in tasks:
         for reward in task.rewards:
@@ -48,7 +48,8 @@ def check(tasks: list[Task]) -> Checked:
             where = f"task {task.name}: reward"
             try:
                 function = load_function(reward.function, where)
-                function.check_options(reward.options, where)
+                if not names_only:
+                    function.check_options(reward.options, where)
                 _check_packages(reward.function, where)
             except ConfigError as error:
                 # An endpoint's function may be written in another language: only its name is known here.
@@ -72,7 +73,7 @@ def main() -> None:
     answer = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     tasks = msgspec.json.decode(sys.stdin.buffer.read(), type=list[Task])
-    answer.write(msgspec.json.encode(check(tasks)))
+    answer.write(msgspec.json.encode(check(tasks, names_only="--names" in sys.argv[1:])))
     answer.flush()
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollart.rewards.view import Score, TrajectoryView
+from rollart.serverless import register_serverless
 
 __all__ = [
     "environment_reward",
@@ -114,8 +115,9 @@ def turns_match(trajectory: TrajectoryView, *, pattern: str, penalty: float = 0.
     )
 
 
+@register_serverless(scope="group")
 def group_rank(trajectories: Sequence[TrajectoryView], *, by: str = "environment_reward") -> list[float]:
-    """Of a whole group (``scope: group``): the share of the other members that each is better than, ties a half.
+    """Of a whole group (it declares ``scope: group``): the share of the others that each is better than, ties a half.
 
     ``by``: ``environment_reward``, or ``brevity``, where fewer characters in the answers are better.
     """

@@ -124,7 +124,8 @@ def load_function(path: str, where: str = "reward") -> RewardFunction:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
-            raise ConfigError(f"{where}: there is no module {error.name}") from None
+            looked = f" (looked for in {here} and among what is installed)" if "." not in error.name else ""
+            raise ConfigError(f"{where}: there is no module {error.name}{looked}") from None
         raise ConfigError(f"{where}: importing {module_name} failed: {cause(error)}") from None
     except BaseException as error:  # the boundary of a user's module, which may even call sys.exit
         raise ConfigError(f"{where}: importing {module_name} failed: {cause(error)}") from None

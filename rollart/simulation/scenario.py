@@ -223,7 +223,9 @@ def _routed(config: Config, rng: random.Random) -> Config:
             if raw["hw_affinity"] == "auto" and len(config.tasks) < 2:
                 raw["hw_affinity"] = {"default": ["H20", "H800"]}
         elif rng.random() < 0.5:
-            raw["disaggregation"] = {"min_prompt_tokens": rng.choice([0, 20]), "adapt": rng.random() < 0.5}
+            limit, adapt = rng.choice([0, 20]), rng.random() < 0.5
+            movable = sorted(phases) == ["decode", "prefill"] and workers >= 3  # each phase keeps one
+            raw["disaggregation"] = {"min_prompt_tokens": limit, "adapt": adapt and movable}
     inference = msgspec.convert({**msgspec.to_builtins(config.inference), **raw}, type(config.inference))
     return msgspec.structs.replace(config, inference=inference)
 

@@ -11,12 +11,16 @@ import ipaddress
 import logging
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import msgspec
 
+from rollart.config import Task
+from rollart.config_rewards import Reward
 from rollart.errors import ConfigError
+from rollart.rewards.check import Checked
 from rollart.workers.functions.host import FunctionHost
 from rollart.workers.functions.pool import Function
 from rollart.workers.functions.scaling import Limits
@@ -57,9 +61,9 @@ def main(arguments: list[str]) -> int:
         die_with_parent(options.parent)
     token = os.environ.get(TOKEN_VARIABLE, "")
     try:
-        functions = _functions(options)
         if not token and not _is_loopback(options.host):
             raise ConfigError(f"--host {options.host} can be reached by others: set {TOKEN_VARIABLE}")
+        functions = _functions(options)
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
@@ -73,6 +77,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _functions(options: argparse.Namespace) -> list[Function]:
+    _check_numbers(options)
     limits = Limits(options.min_instances, options.max_instances, options.calls_per_instance, options.idle_s)
     found = [
         Function(function=path, memory_mib=options.memory_mib, limits=limits) for path in options.functions
@@ -87,7 +92,46 @@ def _functions(options: argparse.Namespace) -> list[Function]:
     wrong = [each.function for each in found if ":" not in each.function]
     if wrong:
         raise ConfigError(f"{wrong[0]!r} is no import path: write module:function")
+    _check_loading(options.functions)
     return found
+
+
+def _check_numbers(options: argparse.Namespace) -> None:
+    """``ConfigError`` where a number makes no pool."""
+    least = {
+        "min_instances": 0,
+        "max_instances": 1,
+        "calls_per_instance": 1,
+        "idle_s": 0,
+        "memory_mib": 0,
+        "port": 0,
+    }
+    for name, bound in least.items():
+        value = getattr(options, name)
+        if value is not None and not value >= bound:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least {bound}")
+    if options.port > 65535:
+        raise ConfigError(f"--port is {options.port}; it must be at most 65535")
+    if options.min_instances > options.max_instances:
+        raise ConfigError(
+            f"--min-instances ({options.min_instances}) must be at most --max-instances ({options.max_instances})"
+        )
+
+
+def _check_loading(functions: list[str]) -> None:
+    """``ConfigError`` where one can't be imported, tried in a process of its own: this one imports none of them."""
+    if not functions:
+        return
+    rewards: list[Reward] = [Reward(function=path) for path in functions]
+    task = Task(name="functions", environment="none:None", reward=rewards)
+    command = [sys.executable, "-m", "rollart.rewards.check", "--names"]
+    result = subprocess.run(command, input=msgspec.json.encode([task]), stdout=subprocess.PIPE, check=False)
+    try:
+        error = msgspec.json.decode(result.stdout, type=Checked).error
+    except msgspec.DecodeError:
+        error = f"importing them ended the process that tried it, with exit code {result.returncode}"
+    if error:
+        raise ConfigError(error.removeprefix("task functions: reward: "))
 
 
 def _is_loopback(host: str) -> bool:
