@@ -207,7 +207,8 @@ async def _measure(folder: Path) -> tuple[list[Row], list[Row]]:
     (folder / "logs").mkdir()
     servers = MooncakeServers(folder / "logs", nodes=1, node_bytes=12 * size)
     settings = Inference(kv_cache_gib=0.5, max_num_seqs=2 * IN_FLIGHT)
-    engine = await VllmEngine.start(str(model), settings, seed=0, scratch_in=folder)
+    (pool,) = settings.all_pools
+    engine = await VllmEngine.start(str(model), settings, pool, seed=0, scratch_in=folder)
     try:
         await servers.start()
         swaps = _Swaps(engine, tensors, folder)
