@@ -55,7 +55,7 @@ SALVAGE_PATIENCE_S = 3.0
 SHUTDOWN_GRACE_S = 3.0
 STATUS_EVERY_S = 0.5
 RESTART_PATIENCE_S = 1.0
-"""For the end of the process of an environment worker that is lost."""
+"""For the end of the process of a worker that is lost, which then is started again."""
 
 
 class Outcome(enum.StrEnum):
@@ -77,6 +77,9 @@ class Launcher(Protocol):
 
     def kill(self) -> None:
         """End all workers at once."""
+
+    def end(self, name: str) -> None:
+        """End one worker at once, if this launcher started it and it lives."""
 
     def tail(self, name: str) -> str:
         """What a worker's log says last."""
@@ -199,15 +202,22 @@ class Controller:
         self._context = RunContext(write=self.events.write, bug=self.fail)
         self.metrics = Metrics(self._context.clock, refusals=self._refusals)
         self.events.listen(self.metrics.listen)
-        self.events.listen(self._tell_quarantine)
+        self.events.listen(self._on_event)
         self._launcher = self._launch(self._on_exit)
+        most = {
+            Role.INFERENCE: config.inference.restarts,
+            Role.TRAINER: config.trainer.restarts,
+            Role.ENVIRONMENT: config.environments.restarts,
+        }
         self._restarts = Restarts(
-            config.environments.restarts,
+            most=lambda placement: most[Role(placement.role)],
             start=self._launcher.start,
-            gave_up=self._miss_environments,
+            end=self._launcher.end,
+            gave_up=self._remove,
             say=self._progress.say,
             patience_s=config.start_timeout_s,
         )
+        self._missing_soon: set[asyncio.TimerHandle] = set()
         schedule = config.rollout.schedule
         bound = bound_of(schedule, config.rollout.staleness_bound, config.rollout.update_at)
         self._rewards = self._own_rewards or self._make_rewards()
@@ -335,6 +345,7 @@ class Controller:
         bound = self._bound
         most = "is not bounded" if bound.max_train_lag is None else f"is at most {bound.max_train_lag}"
         self._progress.say(f"staleness_bound {bound.alpha}, update_at {bound.update_at}: train_lag {most}")
+        self._restarts.know(placements)
         for placement in placements:
             await self._launcher.start(placement)
         try:
@@ -374,11 +385,13 @@ class Controller:
             self.resources.changed(link.name, link.hello.hardware_class, ready=ready)
         if link.state is LinkState.GONE:
             self._on_loss(link, reason)
-        elif link.state is LinkState.READY and link.role is Role.INFERENCE:
-            self.sync.join(link)
+        elif link.state is LinkState.READY:
+            self._restarts.joined(link.name)
+            if link.role is Role.INFERENCE:
+                self.sync.join(link)
+            else:
+                self._restarts.serves(link.name)
         if link.role is Role.ENVIRONMENT:
-            if link.state is LinkState.READY:
-                self._restarts.joined(link.name)
             self.rollout.manager.workers_changed()
 
     def _on_loss(self, link: Link, reason: str) -> None:
@@ -387,27 +400,45 @@ class Controller:
         logger.warning("worker %s is gone: %s", link.name, reason)
         if self.loop is None:
             self._losses.fatal(link.name, f"{link.name} is lost while the run starts: {reason}")
-        elif link.role is Role.TRAINER:
-            self._losses.fatal(link.name, f"the trainer {link.name} is lost: {reason}")
-        elif link.role is Role.ENVIRONMENT:
-            # Its process may be seen to end a moment later, and then it is started again.
-            asyncio.get_running_loop().call_later(
-                RESTART_PATIENCE_S, self._miss_environments, link.name, reason
-            )
-            self._progress.say(f"{link.role} worker {link.name} is lost: {reason}")
-        elif not any(other.role is link.role for other in self.switchboard.links.values()):
-            self._losses.fatal(
-                link.name, f"no {link.role} worker is left; the last, {link.name}, is lost: {reason}"
-            )
         else:
-            self._progress.say(f"{link.role} worker {link.name} is lost: {reason}; the others go on")
+            self._progress.say(f"{link.role} worker {link.name} is lost: {reason}")
+            self._restarts.lost(link.name)
+            loop = asyncio.get_running_loop()
+            # Its process may be seen to end a moment later, and then it is started again.
+            self._missing_soon = {timer for timer in self._missing_soon if timer.when() > loop.time()}
+            self._missing_soon.add(
+                loop.call_later(RESTART_PATIENCE_S, self._miss, link.role, link.name, reason)
+            )
         if link.role is Role.INFERENCE:
             self.sync.leave(link)
 
-    def _miss_environments(self, name: str, reason: str) -> None:
-        """Whether each task has a worker, or gets one again; the run can't go on otherwise."""
-        if self._end.done() or self._restarts.pending:
+    def _remove(self, placement: Placement, reason: str) -> None:
+        """A worker has failed too often: the run goes on without it, if it can."""
+        role = Role(placement.role)
+        self.events.write(
+            events.WorkerChanged(self._context.clock(), placement.name, role, "removed", reason)
+        )
+        self._progress.say(
+            f"{role} worker {placement.name} is removed, for it fails again and again: {reason}"
+        )
+        self._miss(role, placement.name, reason)
+
+    def _miss(self, role: Role, name: str, reason: str) -> None:
+        """Whether a worker of ``role`` is left, or comes again; the run can't go on otherwise."""
+        if self._end.done() or self._restarts.coming(role):
             return
+        if role is Role.ENVIRONMENT:
+            self._miss_environments(name, reason)
+        elif not any(link.role is role for link in self.switchboard.links.values()):
+            last = (
+                f"the trainer {name}"
+                if role is Role.TRAINER
+                else f"no {role} worker is left; the last, {name},"
+            )
+            self._losses.fatal(name, f"{last} is lost: {reason}")
+
+    def _miss_environments(self, name: str, reason: str) -> None:
+        """Whether each task has a worker."""
         held = [w.tasks for w in self.switchboard.of(Role.ENVIRONMENT)]
         for task in self.config.tasks:
             if task.name in self.rollout.source.quarantined:
@@ -419,25 +450,24 @@ class Controller:
                 )
                 return
 
-    def _tell_quarantine(self, event: events.Event) -> None:
+    def _on_event(self, event: events.Event) -> None:
         if isinstance(event, events.Quarantined):
             self._progress.say(f"task {event.task} is taken out, since its groups fail: {event.error}")
+        elif isinstance(event, events.Swapped):
+            self._restarts.serves(event.worker)
 
     def _on_exit(self, exit: WorkerExit) -> None:
         """A worker's process ended."""
         if self._end.done():
             return
         self._losses.exited(exit)
-        environment = exit.placement.role == Role.ENVIRONMENT and self.loop is not None
-        if environment and not self._restarts.ended(exit.placement, str(exit)):
-            self._miss_environments(exit.placement.name, str(exit))
+        if self.loop is not None:
+            self._restarts.ended(exit.placement, str(exit))
         link = self.switchboard.links.get(exit.placement.name)
         if link is not None:
             self.switchboard.lose_soon(link, str(exit))
         elif self.loop is None:
             self._losses.fatal(exit.placement.name, str(exit))
-        elif exit.code:  # its connection broke before its process was seen to end
-            self._progress.say(str(exit))
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """An exception that nobody awaits: never swallowed."""
@@ -456,6 +486,8 @@ class Controller:
         self._end.exception()  # it is told by whoever waits for run()
         self._losses.cancel()
         await self._restarts.close()
+        for timer in self._missing_soon:
+            timer.cancel()
         if outcome is not Outcome.SUCCESS and self.loop is not None and self.switchboard.of(Role.TRAINER):
             self._progress.say(await self.loop.salvage(SALVAGE_PATIENCE_S))
         with _recorded("ending the trajectories"):

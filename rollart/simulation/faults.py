@@ -19,7 +19,7 @@ class FaultKind(enum.StrEnum):
     """What can go wrong with a worker; ``Fault.value`` is what the description names."""
 
     CRASH = "crash"
-    """It dies as by SIGKILL, and is started again after ``value`` seconds (never, for 0)."""
+    """It dies as by SIGKILL, and can't be started again for ``value`` seconds (ever, for 0)."""
     HANG = "hang"
     """It is stopped for ``value`` seconds: what it has to say comes late."""
     PARTITION = "partition"
@@ -75,7 +75,6 @@ class Injector:
         self._world = world
         self._armed: list[Fault] = []
         self._timers: list[asyncio.TimerHandle] = []
-        self._restarts: list[asyncio.Task[None]] = []
         self._partitioned: dict[str, None] = {}
         self._rng = world.rng("garbled")
 
@@ -89,8 +88,6 @@ class Injector:
         """No fault happens any more."""
         for timer in self._timers:
             timer.cancel()
-        if self._restarts:
-            await asyncio.wait(self._restarts)
 
     def interfere(self, direction: str, worker: str, frames: list[bytes]) -> list[list[bytes]]:
         """What arrives of a message."""
@@ -119,10 +116,10 @@ class Injector:
         worker, value, ailments = fault.worker, fault.value, self._world.of(fault.worker)
         match fault.kind:
             case FaultKind.CRASH:
+                self._launcher.down.add(worker)
                 self._launcher.crash(worker)
-                self._world.ailments.pop(worker, None)
                 if value:
-                    self._after(value, self._restart, worker)
+                    self._after(value, self._launcher.down.discard, worker)
             case FaultKind.HANG:
                 self._network.freeze(worker)
                 self._after(value, self._network.thaw, worker)
@@ -146,9 +143,6 @@ class Injector:
 
     def _heal(self, worker: str) -> None:
         self._partitioned.pop(worker, None)
-
-    def _restart(self, worker: str) -> None:
-        self._restarts.append(asyncio.ensure_future(self._launcher.restart(worker)))
 
     def _after(self, seconds: float, callback: object, *args: object) -> None:
         self._timers.append(asyncio.get_running_loop().call_later(seconds, callback, *args))  # type: ignore[arg-type]

@@ -187,6 +187,7 @@ class _Run:
 
     def _worker(self, placement: Placement) -> Worker:
         dialer, name, hardware = SimDialer(self.network), placement.name, placement.hardware_class
+        self.world.ailments.pop(name, None)  # a new worker has none
         if placement.role == Role.INFERENCE:
             engine = self.setup.engine(placement)
             if self.world.host is not None:

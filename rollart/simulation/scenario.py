@@ -66,8 +66,12 @@ class Scenario(msgspec.Struct, frozen=True):
     def _bearable(self, fault: Fault) -> bool:
         config = self.setup.config
         match fault.kind:
-            case FaultKind.HANG:
-                return fault.value < config.heartbeat_timeout_s / 2
+            case FaultKind.HANG if fault.value < config.heartbeat_timeout_s / 2:
+                return True
+            case FaultKind.CRASH | FaultKind.HANG | FaultKind.PARTITION:
+                # It is started again, unless its machine never comes back; evaluations may lose all their episodes.
+                back = fault.kind is not FaultKind.CRASH or fault.value > 0
+                return back and not config.evaluation.episodes and not fault.worker.startswith("trainer")
             case FaultKind.SLOW:
                 return fault.value <= 4
             case FaultKind.FAIL:
