@@ -402,7 +402,7 @@ class Controller:
             self._losses.fatal(link.name, f"{link.name} is lost while the run starts: {reason}")
         else:
             self._progress.say(f"{link.role} worker {link.name} is lost: {reason}")
-            self._restarts.lost(link.name)
+            self._restarts.lost(link.name, reason)
             loop = asyncio.get_running_loop()
             # Its process may be seen to end a moment later, and then it is started again.
             self._missing_soon = {timer for timer in self._missing_soon if timer.when() > loop.time()}

@@ -49,6 +49,8 @@ class Restarts:
         self._coming: dict[str, None] = {}
         """Those that are lost and not given up, until they are ready."""
         self._given_up: set[str] = set()
+        self._lost_for: dict[str, str] = {}
+        """Why the connections of those are lost whose processes have not ended."""
         self._ready: dict[str, asyncio.Event] = {}
         self._starting: dict[str, asyncio.Task[None]] = {}
         self._ending: dict[str, asyncio.TimerHandle] = {}
@@ -61,12 +63,13 @@ class Restarts:
         """A worker of ``role`` is about to be started again, or to join."""
         return any(self._known[name].role == role for name in self._coming)
 
-    def lost(self, name: str) -> None:
+    def lost(self, name: str, why: str) -> None:
         """The connection to a worker is lost: its process is ended soon, if it hasn't by then."""
         if name not in self._known or name in self._given_up or name in self._starting:
             return
         if self._tries.get(name, 0) < self._most(self._known[name]):
             self._coming[name] = None
+        self._lost_for[name] = why
         if name not in self._ending:
             self._ending[name] = asyncio.get_running_loop().call_later(END_PATIENCE_S, self._kill, name)
 
@@ -79,6 +82,8 @@ class Restarts:
         name = placement.name
         if name in self._ending:
             self._ending.pop(name).cancel()
+        if name in self._lost_for:
+            why = f"{why} ({self._lost_for.pop(name)})"
         loop = asyncio.get_running_loop()
         since = self._serving_since.pop(name, None)
         if since is not None and loop.time() - since > SOUND_S:

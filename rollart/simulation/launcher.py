@@ -73,5 +73,6 @@ class SimLauncher:
     def _done(self, placement: Placement, task: asyncio.Task[int]) -> None:
         del self._tasks[placement.name]
         self.workers.pop(placement.name, None)
+        self._network.thaw(placement.name)  # a new worker of that name is not stopped
         code = -SIGKILL if task.cancelled() else task.result()
         self._on_exit(WorkerExit(placement, code))
