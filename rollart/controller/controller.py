@@ -22,6 +22,7 @@ from rollart.config import Config
 from rollart.config_rewards import LOCAL
 from rollart.controller import events
 from rollart.controller.cluster_calls import ClusterCalls
+from rollart.controller.journal import Journal
 from rollart.controller.llm_proxy import LLMProxy
 from rollart.controller.losses import Losses
 from rollart.controller.metrics import Metrics
@@ -35,6 +36,7 @@ from rollart.controller.run_context import RunContext
 from rollart.controller.run_folder import RunOutput
 from rollart.controller.staleness import Versions, bound_of
 from rollart.controller.switchboard import Link, LinkState, Switchboard
+from rollart.controller.trainer_line import TrainerLine
 from rollart.controller.training_loop import TrainingLoop
 from rollart.controller.trajectory import Reason
 from rollart.controller.transport import Transport
@@ -116,12 +118,13 @@ class Controller:
         functions: FunctionsAddress | None = None,
         unix_time: Callable[[], float] = time.time,
         clusters: Sequence[Cluster] = (),
+        resume: bool = False,
     ) -> None:
         """``folder`` is created; ``launch(on_exit)`` makes the launcher of the workers; ``vocabulary_size``
         is the model's; ``rewards`` scores trajectories, by default as the tasks' ``reward`` sections say;
         ``store_master`` is the Mooncake master's address, where weights travel through one; ``functions`` is
         the function host, where a reward is ``local``; ``clusters`` are bound to the run's workers when those
-        serve."""
+        serve; ``resume``: the run in ``folder`` goes on, from its journal."""
         self.config = config
         self.folder = folder
         self.model_dir = Path(config.model.path).absolute() if config.model.path else folder.model
@@ -140,7 +143,9 @@ class Controller:
         self._store_master = store_master
         self._unix_time = unix_time
         self._clusters = clusters
-        self.events = events.EventLog(folder.open_events())
+        self._resume = resume
+        self.events = events.EventLog(folder.open_events(more=resume), more=resume)
+        self.journal = Journal(folder.journal, before_batch=self.events.flush)
         self.versions = Versions()
         self.loop: TrainingLoop | None = None
         self.endpoint: Endpoint | None = None
@@ -199,7 +204,7 @@ class Controller:
         config = self.config
         self._end = loop.create_future()
         self._joined = asyncio.Event()
-        self._context = RunContext(write=self.events.write, bug=self.fail)
+        self._context = RunContext(write=self.events.write, bug=self.fail, began_s=self.events.last_s)
         self.metrics = Metrics(self._context.clock, refusals=self._refusals)
         self.events.listen(self.metrics.listen)
         self.events.listen(self._on_event)
@@ -238,6 +243,9 @@ class Controller:
             run=self._context,
         )
         self.endpoint = self._make_endpoint()
+        self.trainer = TrainerLine(
+            config, self.switchboard, self.journal, run=self._context, say=self._progress.say
+        )
         self.rollout = Rollout(
             config,
             self.switchboard,
@@ -247,6 +255,7 @@ class Controller:
             rewards=self._rewards,
             run=self._context,
             metrics=self.metrics,
+            journal=self.journal,
             endpoint=self.endpoint,
         )
         self.sync = WeightSync(
@@ -256,9 +265,14 @@ class Controller:
             self.versions,
             canary=canary_prompt(self._vocabulary_size, config.inference.max_model_len),
             run=self._context,
+            trainer=self.trainer,
             on_serving=self.rollout.review,
         )
         self._bound = bound
+        if self._resume:
+            self._take_up()
+            return
+        self.journal.begin(self.rollout.source.state())
         self.events.write(
             events.Started(
                 0.0,
@@ -270,6 +284,21 @@ class Controller:
                 config.rollout.groups_per_batch,
                 schedule,
             )
+        )
+
+    def _take_up(self) -> None:
+        """Go on with the run that is in the journal."""
+        torn = self.journal.resume()
+        ledger = self.journal.ledger
+        self.versions.n = self.versions.m = ledger.version
+        kept = self.rollout.restore()
+        self.events.write(
+            events.Resumed(self._context.clock(), self._unix_time(), ledger.step, ledger.version, kept)
+        )
+        behind = f" ({torn} bytes at the end of the journal were no whole record)" if torn else ""
+        self._progress.say(
+            f"resuming at step {ledger.step}, version {ledger.version}, with {len(ledger.groups)} open groups and "
+            f"{len(kept)} scored trajectories{behind}"
         )
 
     def _make_rewards(self) -> Rewards:
@@ -313,7 +342,7 @@ class Controller:
             if self.endpoint is not None:
                 await self.endpoint.start()
                 self._progress.say(f"agents call {self.endpoint.base_url}")
-            trainer = await self._start_workers()
+            await self._start_workers()
             timeout_s = self.config.inference.generate_timeout_s
             calls = ClusterCalls(self.switchboard, self.proxy, self._context, timeout_s=timeout_s)
             for cluster in self._clusters:
@@ -326,7 +355,9 @@ class Controller:
                 self.sync,
                 self.versions,
                 self._bound,
-                trainer,
+                self.trainer,
+                self.journal,
+                resumed=self._resume,
                 run=self._context,
                 metrics=self.metrics,
                 progress=self._progress,
@@ -338,8 +369,8 @@ class Controller:
             for work in beside:
                 work.cancel()
 
-    async def _start_workers(self) -> Link:
-        """Start all workers and wait until each serves; the trainer's link."""
+    async def _start_workers(self) -> None:
+        """Start all workers and wait until each serves."""
         placements = self.resources.placements()
         self._progress.say(f"starting {len(placements)} workers; run folder {self.folder.path}")
         bound = self._bound
@@ -353,8 +384,9 @@ class Controller:
                 while missing := self._missing(placements):
                     self._joined.clear()
                     await self._joined.wait()
-                (trainer,) = self.switchboard.of(Role.TRAINER)
-                await self.sync.publish(trainer, 0)
+            await self.trainer.link()  # a resumed run's has train_steps to make again
+            async with asyncio.timeout(self.config.start_timeout_s):
+                await self.sync.publish(self.versions.n)
                 await self.sync.wait_for_serving(self.config.inference.workers)
         except TimeoutError:
             waits = ", ".join(missing) or "the first weights"
@@ -365,7 +397,6 @@ class Controller:
         for link in self.switchboard.links.values():
             facts = ", ".join(f"{key} {value}" for key, value in link.facts.items())
             self._progress.say(f"ready after {self._context.clock():.0f} s: {link.name} ({facts})")
-        return trainer
 
     def _missing(self, placements: list[Placement]) -> list[str]:
         ready = {link.name for role in Role for link in self.switchboard.of(role)}
@@ -391,6 +422,8 @@ class Controller:
                 self.sync.join(link)
             else:
                 self._restarts.serves(link.name)
+                if link.role is Role.TRAINER:
+                    self.trainer.joined(link)
         if link.role is Role.ENVIRONMENT:
             self.rollout.manager.workers_changed()
 
@@ -411,6 +444,8 @@ class Controller:
             )
         if link.role is Role.INFERENCE:
             self.sync.leave(link)
+        elif link.role is Role.TRAINER:
+            self.trainer.lost(link)
 
     def _remove(self, placement: Placement, reason: str) -> None:
         """A worker has failed too often: the run goes on without it, if it can."""
@@ -490,6 +525,7 @@ class Controller:
             timer.cancel()
         if outcome is not Outcome.SUCCESS and self.loop is not None and self.switchboard.of(Role.TRAINER):
             self._progress.say(await self.loop.salvage(SALVAGE_PATIENCE_S))
+        self.journal.freeze()
         with _recorded("ending the trajectories"):
             self.rollout.close(Reason.SHUTDOWN)
             await self.rollout.manager.close()
@@ -501,6 +537,7 @@ class Controller:
             if self.loop is not None:
                 await self.loop.close()
             await self.sync.close()
+            await self.trainer.close()
         with _recorded("ending the workers"):
             self.switchboard.shut_down(f"the run ended: {outcome}")
             await self._launcher.stop(grace_s=SHUTDOWN_GRACE_S)
@@ -508,6 +545,7 @@ class Controller:
         with _recorded("writing the last events"):
             self.events.write(events.Ended(self._context.clock(), outcome, cause))
             self.events.close()
+            self.journal.close()
         asyncio.get_running_loop().set_exception_handler(None)
         self.folder.clean()
 

@@ -11,9 +11,10 @@ Format, version 1: the line ``RollArt journal 1\\n``, then blocks as of ``events
 from __future__ import annotations
 
 import io
+import itertools
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, BinaryIO, Protocol
 
 import msgspec
@@ -90,8 +91,12 @@ class Scored(Record, frozen=True):
     attempt: int
     turns: int
     success: float | None
-    reward: float
-    sample: TrainSample
+    score: float
+    tokens: int
+    """Of all its sequences."""
+    truncated: str
+    trajectory: int
+    samples: list[TrainSample]
 
 
 class Dropped(Record, frozen=True):
@@ -109,10 +114,12 @@ class Left(Record, frozen=True):
 
 
 class Shipped(Record, frozen=True):
-    """The batch of ``step``, to be trained on version ``before``: (group, its trajectories in order)."""
+    """The batch of ``step``, to be trained on version ``before``: (group, its trajectories in order); ``m`` as of
+    ``Versions``."""
 
     step: int
     before: int
+    m: int
     groups: list[tuple[int, list[int]]]
 
 
@@ -135,11 +142,12 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class Batch(msgspec.Struct):
-    """A batch that was shipped; for each group the positions of its samples in the file."""
+    """A batch that was shipped; for each group its trajectories, and where they are in the file."""
 
     step: int
     before: int
-    groups: list[tuple[OpenGroup, list[int]]]
+    m: int
+    groups: list[tuple[OpenGroup, dict[int, int]]]
 
 
 class Ledger:
@@ -162,8 +170,8 @@ class Ledger:
         """Trained since the checkpoint, in order; skipped ones are not among them."""
         self.left: list[tuple[str, str, str]] = []
         """Groups that left since the source's state was taken: task, outcome, error."""
-        self.rows: dict[int, dict[str, Any]] = {}
-        """Of the steps since the checkpoint."""
+        self.trained: list[Trained] = []
+        """Since the checkpoint, the skipped ones too."""
         self.finished = False
         self._group_of: dict[int, int] = {}
 
@@ -187,8 +195,8 @@ class Ledger:
                 self.reserved = record.below
             case Scored():
                 if record.group in self.groups:
-                    self.scored[record.group][record.sample.trajectory] = position
-                    self._group_of[record.sample.trajectory] = record.group
+                    self.scored[record.group][record.trajectory] = position
+                    self._group_of[record.trajectory] = record.group
             case Dropped():
                 group = self._group_of.pop(record.trajectory, None)
                 if group in self.scored:
@@ -215,10 +223,10 @@ class Ledger:
             self._group_of.pop(trajectory, None)
 
     def _ship(self, record: Shipped) -> None:
-        batch = Batch(record.step, record.before, [])
+        batch = Batch(record.step, record.before, record.m, [])
         for id, trajectories in record.groups:
             group, scored = self.groups[id], self.scored[id]
-            batch.groups.append((group, [scored[trajectory] for trajectory in trajectories]))
+            batch.groups.append((group, {trajectory: scored[trajectory] for trajectory in trajectories}))
             self.left.append((group.task, "shipped", ""))
             self._leave(id)
         self.shipped = batch
@@ -228,7 +236,7 @@ class Ledger:
             self.kept.append(self.shipped)
         self.shipped = None
         self.step, self.version = record.step + 1, record.after
-        self.rows[record.step] = record.row
+        self.trained.append(record)
 
 
 class JournalStorage(Protocol):
@@ -261,7 +269,7 @@ class Journal:
 
     def begin(self, source: Mapping[str, Any]) -> None:
         """A new run."""
-        if self._storage is not None:
+        if self._storage is not None and self._file is None:
             self._write_anew(Began(0, 0, "", dict(source), 0, 0, []))
 
     def resume(self) -> int:
@@ -341,9 +349,7 @@ class Journal:
     def scored(self, position: int) -> Scored:
         """The record of a scored trajectory."""
         assert self._file is not None
-        self._file.seek(position)
-        payload = _block(self._file)
-        record = _decoder.decode(payload) if payload is not None else None
+        record = _decoder.decode(_payload(self._file, position))
         if not isinstance(record, Scored):
             raise RunError(f"the journal is damaged at byte {position}")
         return record
@@ -355,52 +361,75 @@ class Journal:
             if batch.step == step:
                 break
         else:
-            raise RunError(f"the batch of step {step} is not kept: without a journal a lost trainer ends the run")
+            raise RunError(
+                f"the batch of step {step} is not kept: without a journal a lost trainer ends the run"
+            )
         for group, positions in batch.groups:
-            samples = [self.scored(position).sample for position in positions]
+            samples = [sample for each in positions.values() for sample in self.scored(each).samples]
             yield encode_group(TrainGroup(group.id, group.task, samples))
 
-    def checkpointed(self, path: str) -> None:
-        """The checkpoint ``path`` holds all that was trained: begin anew, with what is open.
-
-        No batch may be in training.
-        """
+    def checkpointed(self, path: str, step: int, version: int) -> None:
+        """The checkpoint ``path`` holds what was trained before ``step``, and is ``version``: begin anew, with what
+        came since and what is open."""
         if self._file is None or self._frozen:
             return
         ledger, old = self.ledger, self._file
-        assert ledger.shipped is None
-        groups, left = list(ledger.groups.values()), ledger.left
-        scored = [position for found in ledger.scored.values() for position in found.values()]
-        payloads = []
-        for position in scored:
-            old.seek(position)
-            payloads.append(_block(old))
-        self._write_anew(
-            Began(
-                ledger.step,
-                ledger.version,
-                path,
-                dict(ledger.source),
-                ledger.next_group,
-                ledger.reserved,
-                groups,
-            ),
-            [payload for payload in payloads if payload is not None],
+        kept = {batch.step: batch for batch in ledger.kept if batch.step >= step}
+        batches = [*kept.values(), *([ledger.shipped] if ledger.shipped is not None else [])]
+        groups = [group for batch in batches for group, _ in batch.groups]
+        positions = [at for batch in batches for _, found in batch.groups for at in found.values()]
+        positions += [at for found in ledger.scored.values() for at in found.values()]
+        began = Began(
+            step,
+            version,
+            path,
+            dict(ledger.source),
+            ledger.next_group,
+            ledger.reserved,
+            [*groups, *ledger.groups.values()],
         )
-        self.ledger.left = left
+        later: list[Record] = []
+        for trained in ledger.trained:
+            if trained.step >= step:
+                later += [_shipped(kept[trained.step])] if trained.step in kept else []
+                later.append(trained)
+        if ledger.shipped is not None:
+            later.append(_shipped(ledger.shipped))
+        self._write_anew(began, (_payload(old, at) for at in positions), later, ledger.left)
         old.close()
 
-    def _write_anew(self, began: Began, scored: list[bytes] | None = None) -> None:
+    def _write_anew(
+        self,
+        began: Began,
+        scored: Iterable[bytes] = (),
+        later: Iterable[Record] = (),
+        left: Iterable[tuple[str, str, str]] = (),
+    ) -> None:
         assert self._storage is not None
         self._file = self._storage.fresh()
         self._file.write(HEADER)
         self._end = len(HEADER)
-        self.write(began)
-        for payload in scored or ():
+        self.ledger = Ledger()
+        for payload in itertools.chain([_encoder.encode(began)], scored, map(_encoder.encode, later)):
             position = self._end
             self._append(payload)
             self.ledger.apply(_decoder.decode(payload), position)
+        self.ledger.left = list(left)
         self._storage.install()
+
+
+def _shipped(batch: Batch) -> Shipped:
+    return Shipped(
+        batch.step, batch.before, batch.m, [(group.id, list(found)) for group, found in batch.groups]
+    )
+
+
+def _payload(file: BinaryIO, position: int) -> bytes:
+    file.seek(position)
+    payload = _block(file)
+    if payload is None:
+        raise RunError(f"the journal is damaged at byte {position}")
+    return payload
 
 
 def _read(file: BinaryIO, count: int) -> bytes:

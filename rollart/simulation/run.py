@@ -31,7 +31,7 @@ from rollart.simulation.isolation import Isolation
 from rollart.simulation.launcher import SimLauncher
 from rollart.simulation.loop import Deadlock, VirtualLoop
 from rollart.simulation.network import SimDialer, SimNetwork
-from rollart.simulation.output import MemoryOutput
+from rollart.simulation.output import MemoryJournal, MemoryOutput
 from rollart.simulation.rewards import SimBackend, SimRewards
 from rollart.simulation.trainer import SimTrainer, StepTime
 from rollart.simulation.truth import Truth
@@ -125,7 +125,8 @@ class _Run:
         self.wire = WireRules()
         if check:
             self.network.taps.append(self.wire.hear)
-        self.output = MemoryOutput()
+        # A large workload's journal would be most of what the simulation holds.
+        self.output = MemoryOutput(journal=MemoryJournal() if check else None)
         self.invariants = Invariants()
         self.isolation = Isolation(
             befell=self.injector.befell.__contains__,

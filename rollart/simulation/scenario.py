@@ -71,7 +71,11 @@ class Scenario(msgspec.Struct, frozen=True):
             case FaultKind.CRASH | FaultKind.HANG | FaultKind.PARTITION:
                 # It is started again, unless its machine never comes back; evaluations may lose all their episodes.
                 back = fault.kind is not FaultKind.CRASH or fault.value > 0
-                return back and not config.evaluation.episodes and not fault.worker.startswith("trainer")
+                if fault.worker.startswith(
+                    "trainer"
+                ):  # a step that is trained again must not be skipped then
+                    return back and not any(other.kind is FaultKind.NAN for other in self.faults)
+                return back and not config.evaluation.episodes
             case FaultKind.SLOW:
                 return fault.value <= 4
             case FaultKind.FAIL:
