@@ -1,6 +1,7 @@
 """The folder a run leaves, and the shared-memory folder that it does not.
 
-``runs/NAME/``: ``config.yaml`` (as resolved), ``metrics.jsonl``, ``events``, ``journal`` (what a run is resumed from), ``weights/`` (a Hugging Face
+``runs/NAME/``: ``config.yaml`` (as resolved), ``metrics.jsonl``, ``events``, ``journal`` (to resume from),
+``weights/`` (a Hugging Face
 folder), ``checkpoints/``, ``model/`` (a random model's shape and tokenizer), ``logs/``, and, while the run
 lasts, ``private/`` (addresses and keys).  All of it is readable by its owner only.
 """

@@ -103,7 +103,7 @@ class TrainingLoop:
         """All iterations, an evaluation before the first and after the last, and the final weights."""
         config = self._config
         self._tell_rows()
-        anew = not self._resumed or not self._step and not self._rollout.in_training
+        anew = not self._resumed or not (self._step or self._rollout.in_training)
         first = await self._evaluate(0) if config.evaluation.episodes and anew else {}
         if first:
             self._progress.say(

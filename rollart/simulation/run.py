@@ -83,6 +83,8 @@ class Result(msgspec.Struct, kw_only=True):
     transitions: int
     messages: int
     faults: dict[str, int]
+    lineage: list[int]
+    """The train_steps that the trainer's weights are of at the end."""
     events: bytes
     rows: list[dict[str, Any]]
     """The metrics."""
@@ -245,6 +247,7 @@ def simulate(
         transitions=run.invariants.transitions,
         messages=run.network.messages,
         faults=dict(run.injector.happened),
+        lineage=list(run.world.lineage),
         events=run.output.events,
         rows=[json.loads(line) for line in run.output.metrics.splitlines()],
         workers=run.launcher.started,

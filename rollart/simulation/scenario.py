@@ -68,6 +68,8 @@ class Scenario(msgspec.Struct, frozen=True):
         match fault.kind:
             case FaultKind.HANG if fault.value < config.heartbeat_timeout_s / 2:
                 return True
+            case FaultKind.CRASH | FaultKind.HANG | FaultKind.PARTITION if fault.at_s < self._started_s():
+                return False
             case FaultKind.CRASH | FaultKind.HANG | FaultKind.PARTITION:
                 # It is started again, unless its machine never comes back; evaluations may lose all their episodes.
                 back = fault.kind is not FaultKind.CRASH or fault.value > 0
