@@ -291,15 +291,18 @@ class Controller:
         torn = self.journal.resume()
         ledger = self.journal.ledger
         self.versions.n = self.versions.m = ledger.version
-        kept = self.rollout.restore()
-        self.events.write(
-            events.Resumed(self._context.clock(), self._unix_time(), ledger.step, ledger.version, kept)
-        )
         behind = f" ({torn} bytes at the end of the journal were no whole record)" if torn else ""
-        self._progress.say(
-            f"resuming at step {ledger.step}, version {ledger.version}, with {len(ledger.groups)} open groups and "
-            f"{len(kept)} scored trajectories{behind}"
-        )
+
+        def tell(kept: list[events.KeptTrajectory]) -> None:
+            self.events.write(
+                events.Resumed(self._context.clock(), self._unix_time(), ledger.step, ledger.version, kept)
+            )
+            self._progress.say(
+                f"resuming at step {ledger.step}, version {ledger.version}, with {len(ledger.groups)} open groups "
+                f"and {len(kept)} scored trajectories{behind}"
+            )
+
+        self.rollout.restore(tell)
 
     def _make_rewards(self) -> Rewards:
         if not any(task.rewards for task in self.config.tasks):

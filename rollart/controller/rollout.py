@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from rollart.config import Config, MixedVersions
@@ -113,8 +113,9 @@ class Rollout:
 
     # --- the batch ------------------------------------------------------------------------------------
 
-    def restore(self) -> list[events.KeptTrajectory]:
-        """Take up what the run before this one left in the journal; the trajectories that go on.
+    def restore(self, tell: Callable[[list[events.KeptTrajectory]], None]) -> None:
+        """Take up what the run before this one left in the journal; ``tell`` hears of the trajectories that go on,
+        before any other is started.
 
         A batch that was in training then is ``in_training``.
         """
@@ -132,12 +133,15 @@ class Rollout:
                 kept += group.scored
                 self.in_training.append(group)
             self._versions.busy = True
-        for drawn in ledger.groups.values():
-            scored = self._restore_scored(drawn, ledger.scored[drawn.id].values())
-            kept += scored
+        opened = [
+            (drawn, self._restore_scored(drawn, ledger.scored[drawn.id].values()))
+            for drawn in ledger.groups.values()
+        ]
+        kept += [trajectory for _, scored in opened for trajectory in scored]
+        tell([events.KeptTrajectory(t.id, t.attempt, t.sampled) for t in kept])
+        for drawn, scored in opened:
             self._restored.add(self.buffer.reopen(drawn.id, drawn.task, drawn.seed, scored))
         self.buffer.go_on_at(ledger.next_group)
-        return [events.KeptTrajectory(t.id, t.attempt, t.sampled) for t in kept]
 
     def _restore_scored(self, group: OpenGroup, positions: Iterable[int]) -> list[Trajectory]:
         found: list[Trajectory] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections import Counter
+from collections.abc import Callable
 
 import msgspec
 
@@ -40,6 +41,9 @@ class FaultKind(enum.StrEnum):
     """Its updates report success and change nothing."""
     LOST_BUCKET = "lost_bucket"
     """``value`` pulls find a bucket missing in the store."""
+    KILL_CONTROLLER = "kill_controller"
+    """The controller, and with it all workers, dies as by SIGKILL, and the run is resumed: at that time for 0, else in
+    the middle of the ``value``-th write to the journal after it."""
     NAN = "nan"
     """``value`` train_steps find a loss that is not finite."""
 
@@ -77,6 +81,9 @@ class Injector:
         self._timers: list[asyncio.TimerHandle] = []
         self._partitioned: dict[str, None] = {}
         self._rng = world.rng("garbled")
+        self.kill: Callable[[int], None] = lambda torn: None
+        """Kills the controller; so many bytes of its last write to the journal are not there."""
+        self._writes_left = 0
 
     def start(self, network: SimNetwork, launcher: SimLauncher) -> None:
         """Set every fault's timer."""
@@ -134,12 +141,31 @@ class Injector:
                 ailments.keeps_old_weights = True
             case FaultKind.LOST_BUCKET:
                 ailments.lost_buckets += int(value)
+            case FaultKind.KILL_CONTROLLER:
+                self._writes_left = int(value)
+                if not value:
+                    self.kill(0)
             case FaultKind.NAN:
                 ailments.skips += int(value)
 
     def _count(self, fault: Fault) -> None:
         self.happened[fault.kind] += 1
         self.befell.add(fault.worker)
+
+    def wrote(self) -> None:
+        """The controller has written to the journal."""
+        if self._writes_left:
+            self._writes_left -= 1
+            if not self._writes_left:
+                self.kill(self._rng.choice([0, 1, 5]))
+
+    def later(self, now_s: float) -> list[Fault]:
+        """The faults that have not happened at ``now_s``, with times from then on."""
+        return [
+            msgspec.structs.replace(fault, at_s=fault.at_s - now_s)
+            for fault in self._faults
+            if fault.at_s > now_s
+        ]
 
     def _heal(self, worker: str) -> None:
         self._partitioned.pop(worker, None)
