@@ -135,6 +135,7 @@ class Invariants:
         for each in event.kept:
             self.states[each.trajectory] = State.SCORED
             self._kinds[each.trajectory] = Kind.TRAIN
+            self.trained.pop(each.trajectory, None)  # if it was, what came of it is lost
             self._attempts[each.trajectory] = each.attempt
             self._sampled[each.trajectory, each.attempt] = each.sampled
         self._newest = event.version - 1

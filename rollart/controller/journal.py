@@ -37,6 +37,7 @@ __all__ = [
     "Reserved",
     "Scored",
     "Shipped",
+    "Texts",
     "Trained",
 ]
 
@@ -51,6 +52,16 @@ class OpenGroup(msgspec.Struct, array_like=True, frozen=True):
     id: int
     task: str
     seed: int
+
+
+class Texts(msgspec.Struct, array_like=True, frozen=True):
+    """A ``controller.record.Record``: (observation, answer, reward) of each turn, and the rest."""
+
+    turns: list[tuple[str, str, float]]
+    last: str
+    reference: str
+    info: dict[str, float]
+    turn_rewards: list[float] | None
 
 
 class Record(msgspec.Struct, array_like=True, tag=True, frozen=True):
@@ -92,11 +103,15 @@ class Scored(Record, frozen=True):
     turns: int
     success: float | None
     score: float
+    reward: float
+    """The environment's."""
     tokens: int
     """Of all its sequences."""
     truncated: str
     trajectory: int
     samples: list[TrainSample]
+    texts: Texts | None = None
+    """Where a reward function may read them yet: with the other members of its group."""
 
 
 class Dropped(Record, frozen=True):
@@ -256,8 +271,8 @@ class Journal:
     """Writes the records of a run, and finds again what they hold."""
 
     def __init__(self, storage: JournalStorage | None, *, before_batch: Callable[[], None]) -> None:
-        """``before_batch()`` is called before a record of a batch is written: what it tells of must not be behind.
-        Without ``storage`` nothing is kept, and a lost trainer ends the run."""
+        """``before_batch()`` is called before a record of a group that leaves is written: the events tell of it, and
+        must not be behind.  Without ``storage`` nothing is kept, and a lost trainer ends the run."""
         self.ledger = Ledger()
         self._storage = storage
         self._before_batch = before_batch
@@ -306,7 +321,7 @@ class Journal:
         """Append ``record``; the operating system has it when this returns."""
         if self._file is None or self._frozen:
             return
-        if type(record) in (Shipped, Trained):
+        if type(record) in (Shipped, Trained, Left):
             self._before_batch()
         position = self._end
         self._append(_encoder.encode(record))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from rollart.controller.journal import Scored
+from rollart.controller.journal import Scored, Texts
+from rollart.controller.record import Record
 from rollart.controller.trajectory import Kind, Limits, Observer, State, Trajectory
 from rollart.protocol import TrainSample
+from rollart.rewards.view import TurnView
 
 __all__ = ["KeptTrajectory", "restored", "scored_record"]
 
@@ -22,6 +24,11 @@ class KeptTrajectory(Trajectory):
         self.success = record.success
         self.score = record.score
         self.truncated = record.truncated
+        self.reward = record.reward
+        if record.texts is not None:
+            self.record = _record(record.texts)
+            self.ids = bytearray(record.samples[-1].ids)
+            self.mask = bytearray(record.samples[-1].mask)
         self.versions = [run for sample in record.samples for run in sample.versions]
         self._length = record.tokens
         self._samples = record.samples
@@ -56,11 +63,27 @@ def scored_record(trajectory: Trajectory) -> Scored:
         trajectory.turns,
         trajectory.success,
         trajectory.score,
+        trajectory.reward,
         trajectory.length,
         trajectory.truncated,
         trajectory.id,
         trajectory.copy_samples(),
+        _texts(trajectory.record) if trajectory.record is not None else None,
     )
+
+
+def _texts(record: Record) -> Texts:
+    turns = [(turn.observation, turn.answer, turn.reward) for turn in record.turns]
+    return Texts(turns, record.last, record.reference, record.info, record.turn_rewards)
+
+
+def _record(texts: Texts) -> Record:
+    record = Record()
+    record.started = True
+    record.turns = [TurnView(*turn) for turn in texts.turns]
+    record.last, record.reference = texts.last, texts.reference
+    record.info, record.turn_rewards = texts.info, texts.turn_rewards
+    return record
 
 
 def restored(record: Scored, task: str, seed: int, limits: Limits, observer: Observer) -> KeptTrajectory:
