@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from rollart.controller.controller import Controller
+from rollart.controller.journal import Journal
 from rollart.controller.llm_proxy import LLMProxy
 from rollart.controller.rollout import Rollout
 from rollart.controller.sample_buffer import Orders, SampleBuffer
 from rollart.controller.staleness import Bound
-from rollart.controller.journal import Journal
 from rollart.controller.switchboard import CallError, Link, Switchboard
 from rollart.controller.trajectory import Trajectory
-from rollart.protocol import FailureKind, Hello, TrainSample
+from rollart.protocol import FailureKind, Hello
 from rollart.simulation import command_line, fuzz, run
 from rollart.simulation.fuzz import Verdict, run_seed, shrink
 from rollart.simulation.run import simulate

@@ -22,8 +22,8 @@ import yaml
 
 from rollart.config import Config
 from rollart.controller.configuration import load_config
-from rollart.controller.journal import JournalStorage
-from rollart.errors import ConfigError
+from rollart.controller.journal import Journal, JournalStorage
+from rollart.errors import ConfigError, RunError
 
 __all__ = ["RunFolder", "RunOutput"]
 
@@ -119,6 +119,15 @@ class RunFolder:
                 f"{self.path} is no run that can be resumed: it has no config.yaml and no journal"
             )
         config = load_config(self.config)
+        journal = Journal(self.journal, before_batch=lambda: None)
+        try:
+            journal.resume()
+        except RunError as error:
+            raise ConfigError(f"{self.path}: {error}") from None
+        finally:
+            journal.close()
+        if journal.ledger.finished:
+            raise ConfigError(f"the run in {self.path} has made all its steps: there is nothing to resume")
         shutil.rmtree(self.private, ignore_errors=True)  # of the controller before
         if self.weights.exists():  # what that one saved last; the run's own end writes them anew
             number = 1
