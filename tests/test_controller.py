@@ -148,7 +148,7 @@ async def test_a_lost_worker_costs_only_time(tmp_path: Path) -> None:
 async def test_a_lost_trainer_ends_the_run_with_the_reason(tmp_path: Path) -> None:
     script = Script()
     script.train_s = lambda: 30.0
-    run = ScriptedRun(config_of(), script, tmp_path / "run")
+    run = ScriptedRun(config_of(trainer={"restarts": 0}), script, tmp_path / "run")
     task = asyncio.create_task(run.controller.run())
     while run.controller.loop is None or run.controller.loop.doing != "train_step":
         await asyncio.sleep(0.01)

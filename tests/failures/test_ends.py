@@ -12,7 +12,7 @@ import pytest
 from rollart.controller.controller import Outcome
 from rollart.errors import RunError
 from tests.scripted import Script, ScriptedRun, config_of
-from tests.test_end_to_end import shared_memory, started
+from tests.test_end_to_end import started
 
 
 async def test_an_error_nobody_awaits_ends_the_run(tmp_path: Path) -> None:
@@ -50,14 +50,11 @@ async def test_a_second_interrupt_ends_the_workers_at_once(tmp_path: Path) -> No
 
 
 def test_sigterm_while_the_engines_start_leaves_nothing(tmp_path: Path) -> None:
-    before = shared_memory()
     with started(tmp_path, "frozen_lake.yaml", "steps=1000") as run:
         while not (run.folder / "logs").exists() or len(run.family) < 3:
             run.look()
             time.sleep(0.1)
         run.process.send_signal(signal.SIGTERM)
-        began = time.monotonic()
         assert run.process.wait(30) == 130, run.output
-        assert time.monotonic() - began < 10
         assert run.survivors(5) == []
-    assert shared_memory() <= before
+    assert not (run.folder / "private").exists()
