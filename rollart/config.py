@@ -370,6 +370,9 @@ class Trainer(Section, frozen=True, kw_only=True):
     verify_share: Share = 1.0
     """Share of the trajectories whose log-probabilities are recomputed under the weights that sampled them."""
     step_timeout_s: PositiveFloat = 3600.0
+    """For one request; a trainer that takes longer is ended, and started again."""
+    restarts: NonNegativeInt = 8
+    """As of ``inference``; what was trained since its last checkpoint is trained again."""
     checkpoint_every: NonNegativeInt = 0
     """train_steps between checkpoints; 0: only after the last step."""
     keep_checkpoints: PositiveInt | None = None
@@ -451,6 +454,9 @@ class Inference(Section, frozen=True, kw_only=True):
     """For one answer, queueing in the engine included."""
     update_timeout_s: PositiveFloat = 120.0
     """For each of pull, suspend, update and resume; a worker that takes longer is taken out of routing."""
+    restarts: NonNegativeInt = 8
+    """Times in a row that a worker that ended, hung or was taken out is started again: after 1 s, then 2 s, and so on,
+    up to 60.  One that served for two minutes begins anew; one that has no try left is removed from the run."""
     canary_tolerance: PositiveFloat | None = None
     """Largest log-probability difference to the trainer; by default 1e-3 in float32 and 0.25 in bfloat16."""
 
@@ -574,7 +580,7 @@ class Environments(Section, frozen=True, kw_only=True):
     backoff_s: NonNegativeFloat = 0.2
     """An episode that begins again after an infrastructure failure waits so long, then twice as long, and so on."""
     restarts: NonNegativeInt = 8
-    """Times in a row that a worker that ended is started again: after 1 s, then 2 s, and so on."""
+    """As of ``inference``."""
     max_output_mib: PositiveFloat = 16.0
     """What one episode may print; more fails it.  It goes to the worker's log."""
 

@@ -36,6 +36,8 @@ __all__ = [
     "Generated",
     "Goodbye",
     "Hello",
+    "LoadCheckpoint",
+    "Loaded",
     "Message",
     "Observation",
     "Play",
@@ -528,6 +530,20 @@ class Export(Message):
     path: str
 
 
+class LoadCheckpoint(Message):
+    """Go on from the checkpoint ``path``.  Answer: ``Loaded``."""
+
+    seq: int
+    path: str
+
+
+class Loaded(Message):
+    """The trainer is at ``version``."""
+
+    seq: int
+    version: int
+
+
 # --- methods that a script declares ---------------------------------------------------------------------
 
 
@@ -571,6 +587,7 @@ ToWorker = (
     | Release
     | Execute
     | Play
+    | LoadCheckpoint
 )
 ToController = (
     Hello
@@ -589,6 +606,7 @@ ToController = (
     | Progress
     | Executed
     | Played
+    | Loaded
 )
 
 _encoder = msgspec.msgpack.Encoder()

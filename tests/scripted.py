@@ -288,12 +288,18 @@ class ScriptedLauncher:
         self.tasks[placement.name] = asyncio.create_task(self._run(worker, placement))
 
     async def _run(self, worker: Worker, placement: Placement) -> None:
-        code = await worker.run()
-        self.on_exit(WorkerExit(placement, code))
+        code = -9
+        try:
+            code = await worker.run()
+        finally:
+            self.on_exit(WorkerExit(placement, code))
 
     async def stop(self, *, grace_s: float) -> None:
         await asyncio.wait(self.tasks.values(), timeout=grace_s)
         self.kill()
+
+    def end(self, name: str) -> None:
+        self.tasks[name].cancel()
 
     def tail(self, name: str) -> str:
         return f"the log of {name}"

@@ -125,7 +125,7 @@ async def test_a_wrong_canary_takes_the_worker_out_and_the_others_go_on(tmp_path
 async def test_the_last_worker_with_a_wrong_canary_ends_the_run(tmp_path: Path) -> None:
     script = Script()
     script.canary = lambda worker, version: -2.0 if version == 1 else -1.0
-    run = ScriptedRun(config_of(), script, tmp_path / "run")
+    run = ScriptedRun(config_of(inference={"restarts": 0}), script, tmp_path / "run")
     with pytest.raises(RunError, match=r"no inference worker is left.*canary differs by 1 nats"):
         await run.controller.run()
 
@@ -148,7 +148,7 @@ async def test_a_lost_worker_costs_only_time(tmp_path: Path) -> None:
 async def test_a_lost_trainer_ends_the_run_with_the_reason(tmp_path: Path) -> None:
     script = Script()
     script.train_s = lambda: 30.0
-    run = ScriptedRun(config_of(), script, tmp_path / "run")
+    run = ScriptedRun(config_of(trainer={"restarts": 0}), script, tmp_path / "run")
     task = asyncio.create_task(run.controller.run())
     while run.controller.loop is None or run.controller.loop.doing != "train_step":
         await asyncio.sleep(0.01)

@@ -43,6 +43,9 @@ class HybridLauncher(ScriptedLauncher):
         super().kill()
         self.local.kill()
 
+    def end(self, name: str) -> None:
+        (self.local.end if name.startswith("environment") else super().end)(name)
+
     def tail(self, name: str) -> str:
         return self.local.tail(name)
 

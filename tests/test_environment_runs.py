@@ -244,12 +244,21 @@ async def test_restarts_back_off_and_end() -> None:
     async def start(placement: Placement) -> None:
         started.append(placement.name)
 
-    restarts = Restarts(3, start=start, gave_up=lambda name, why: None, say=said.append, patience_s=9)
+    given_up: list[str] = []
+    restarts = Restarts(
+        most=lambda placement: 3,
+        start=start,
+        end=lambda name: None,
+        gave_up=lambda placement, why: given_up.append(placement.name),
+        say=said.append,
+        patience_s=9,
+    )
     placement = Placement("environment-0", "environment", "CPU")
+    restarts.know([placement])
     for delay in ("1 s (1", "2 s (2", "4 s (3"):
-        assert restarts.ended(placement, "it fell") and restarts.pending
+        assert restarts.ended(placement, "it fell") and restarts.coming("environment")
         assert delay in said[-1]
-        await restarts.close()
-        restarts._pending.clear()
-    assert not restarts.ended(placement, "it fell") and not restarts.pending
+    assert not restarts.ended(placement, "it fell") and not restarts.coming("environment")
+    assert given_up == ["environment-0"]
+    await restarts.close()
     assert started == []

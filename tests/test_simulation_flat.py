@@ -29,10 +29,10 @@ class Nowhere(io.BytesIO):
 
 
 class NoOutput(MemoryOutput):
-    def open_events(self) -> io.BytesIO:
+    def open_events(self, *, more: bool = False) -> io.BytesIO:
         return Nowhere()
 
-    def open_metrics(self) -> io.StringIO:
+    def open_metrics(self, *, more: bool = False) -> io.StringIO:
         return io.TextIOWrapper(Nowhere())  # type: ignore[return-value]
 
 

@@ -69,7 +69,7 @@ def test_ids_go_in_as_they_came_out(first: list[int], turns: list[tuple[list[int
             mask += [0] * len(observation)
     assert todo is Next.SCORE
     t.scored(1.0)
-    sample = t.take_sample()
+    (sample,) = t.take_samples()
     assert unpack_ids(sample.ids) == ids
     assert list(sample.mask) == mask
     assert unpack_floats(sample.logprobs) == logprobs

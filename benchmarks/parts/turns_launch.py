@@ -70,6 +70,10 @@ class InstantLauncher:
             if process.returncode is None:
                 process.kill()
 
+    def end(self, name: str) -> None:
+        """End one worker at once."""
+        self._processes[name].kill()
+
     def tail(self, name: str) -> str:
         """Instant workers write to this process's own streams."""
         return f"({name} has no log)"

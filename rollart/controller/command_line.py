@@ -24,6 +24,8 @@ def main(arguments: Sequence[str]) -> int:
     """Carry out a command; the process's exit code.  A user's mistake is one sentence on stderr."""
     parser = _parser()
     words = list(arguments)
+    if words and words[0] == "--resume":
+        words[0] = "resume"
     if words and words[0] not in COMMANDS and words[0] not in ("-h", "--help"):
         words.insert(0, "run")
     options, rest = parser.parse_known_args(words)
@@ -100,7 +102,37 @@ def _run(options: argparse.Namespace) -> int:
     return _start(config, folder)
 
 
-def _start(config: Config, folder: RunFolder) -> int:
+# --- resume -------------------------------------------------------------------------------------------------
+
+
+def _add_resume(commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str) -> None:
+    resume = commands.add_parser(
+        name,
+        help="go on with a run that was killed, interrupted or failed (also: --resume RUN)",
+        description="Go on with the run in the folder RUN, from its journal and its last checkpoint.",
+    )
+    resume.add_argument("folder", type=Path, metavar="RUN", help="a run folder, such as runs/NAME")
+    resume.set_defaults(command=name, overrides=[])
+
+
+def _resume(options: argparse.Namespace) -> int:
+    from rollart.controller import preflight
+    from rollart.controller.run_folder import RunFolder
+
+    if options.overrides:
+        raise ConfigError("a run is resumed with the settings it has: config.yaml in its folder")
+    folder = RunFolder(options.folder.absolute())
+    config = folder.reopen()
+    try:
+        preflight.check_environments(config)
+        preflight.check_packages(config)
+    except BaseException:
+        folder.clean()
+        raise
+    return _start(config, folder, resume=True)
+
+
+def _start(config: Config, folder: RunFolder, *, resume: bool = False) -> int:
     import uvloop
 
     from rollart.controller.collector import collecting_rarely
@@ -109,7 +141,7 @@ def _start(config: Config, folder: RunFolder) -> int:
 
     async def run() -> Outcome:
         with collecting_rarely():  # the process is the run's
-            return await run_locally(config, folder, stream=sys.stdout)
+            return await run_locally(config, folder, stream=sys.stdout, resume=resume)
 
     outcome = uvloop.run(run())
     sys.stdout.write(f"{outcome}: {folder.path}\n")
@@ -122,4 +154,4 @@ COMMANDS: dict[
         Callable[[argparse._SubParsersAction[argparse.ArgumentParser], str], None],
         Callable[[argparse.Namespace], int],
     ],
-] = {"run": (_add_run, _run)}
+] = {"run": (_add_run, _run), "resume": (_add_resume, _resume)}

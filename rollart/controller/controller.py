@@ -22,6 +22,7 @@ from rollart.config import Config
 from rollart.config_rewards import LOCAL
 from rollart.controller import events
 from rollart.controller.cluster_calls import ClusterCalls
+from rollart.controller.journal import Journal
 from rollart.controller.llm_proxy import LLMProxy
 from rollart.controller.losses import Losses
 from rollart.controller.metrics import Metrics
@@ -35,6 +36,7 @@ from rollart.controller.run_context import RunContext
 from rollart.controller.run_folder import RunOutput
 from rollart.controller.staleness import Versions, bound_of
 from rollart.controller.switchboard import Link, LinkState, Switchboard
+from rollart.controller.trainer_line import TrainerLine
 from rollart.controller.training_loop import TrainingLoop
 from rollart.controller.trajectory import Reason
 from rollart.controller.transport import Transport
@@ -55,7 +57,7 @@ SALVAGE_PATIENCE_S = 3.0
 SHUTDOWN_GRACE_S = 3.0
 STATUS_EVERY_S = 0.5
 RESTART_PATIENCE_S = 1.0
-"""For the end of the process of an environment worker that is lost."""
+"""For the end of the process of a worker that is lost, which then is started again."""
 
 
 class Outcome(enum.StrEnum):
@@ -77,6 +79,9 @@ class Launcher(Protocol):
 
     def kill(self) -> None:
         """End all workers at once."""
+
+    def end(self, name: str) -> None:
+        """End one worker at once, if this launcher started it and it lives."""
 
     def tail(self, name: str) -> str:
         """What a worker's log says last."""
@@ -113,12 +118,13 @@ class Controller:
         functions: FunctionsAddress | None = None,
         unix_time: Callable[[], float] = time.time,
         clusters: Sequence[Cluster] = (),
+        resume: bool = False,
     ) -> None:
         """``folder`` is created; ``launch(on_exit)`` makes the launcher of the workers; ``vocabulary_size``
         is the model's; ``rewards`` scores trajectories, by default as the tasks' ``reward`` sections say;
         ``store_master`` is the Mooncake master's address, where weights travel through one; ``functions`` is
         the function host, where a reward is ``local``; ``clusters`` are bound to the run's workers when those
-        serve."""
+        serve; ``resume``: the run in ``folder`` goes on, from its journal."""
         self.config = config
         self.folder = folder
         self.model_dir = Path(config.model.path).absolute() if config.model.path else folder.model
@@ -137,7 +143,9 @@ class Controller:
         self._store_master = store_master
         self._unix_time = unix_time
         self._clusters = clusters
-        self.events = events.EventLog(folder.open_events())
+        self._resume = resume
+        self.events = events.EventLog(folder.open_events(more=resume), more=resume)
+        self.journal = Journal(folder.journal, before_batch=self.events.flush)
         self.versions = Versions()
         self.loop: TrainingLoop | None = None
         self.endpoint: Endpoint | None = None
@@ -196,18 +204,25 @@ class Controller:
         config = self.config
         self._end = loop.create_future()
         self._joined = asyncio.Event()
-        self._context = RunContext(write=self.events.write, bug=self.fail)
+        self._context = RunContext(write=self.events.write, bug=self.fail, began_s=self.events.last_s)
         self.metrics = Metrics(self._context.clock, refusals=self._refusals)
         self.events.listen(self.metrics.listen)
-        self.events.listen(self._tell_quarantine)
+        self.events.listen(self._on_event)
         self._launcher = self._launch(self._on_exit)
+        most = {
+            Role.INFERENCE: config.inference.restarts,
+            Role.TRAINER: config.trainer.restarts,
+            Role.ENVIRONMENT: config.environments.restarts,
+        }
         self._restarts = Restarts(
-            config.environments.restarts,
+            most=lambda placement: most[Role(placement.role)],
             start=self._launcher.start,
-            gave_up=self._miss_environments,
+            end=self._launcher.end,
+            gave_up=self._remove,
             say=self._progress.say,
             patience_s=config.start_timeout_s,
         )
+        self._missing_soon: set[asyncio.TimerHandle] = set()
         schedule = config.rollout.schedule
         bound = bound_of(schedule, config.rollout.staleness_bound, config.rollout.update_at)
         self._rewards = self._own_rewards or self._make_rewards()
@@ -228,6 +243,9 @@ class Controller:
             run=self._context,
         )
         self.endpoint = self._make_endpoint()
+        self.trainer = TrainerLine(
+            config, self.switchboard, self.journal, run=self._context, say=self._progress.say
+        )
         self.rollout = Rollout(
             config,
             self.switchboard,
@@ -237,6 +255,7 @@ class Controller:
             rewards=self._rewards,
             run=self._context,
             metrics=self.metrics,
+            journal=self.journal,
             endpoint=self.endpoint,
         )
         self.sync = WeightSync(
@@ -246,9 +265,14 @@ class Controller:
             self.versions,
             canary=canary_prompt(self._vocabulary_size, config.inference.max_model_len),
             run=self._context,
+            trainer=self.trainer,
             on_serving=self.rollout.review,
         )
         self._bound = bound
+        if self._resume:
+            self._take_up()
+            return
+        self.journal.begin(self.rollout.source.state())
         self.events.write(
             events.Started(
                 0.0,
@@ -261,6 +285,24 @@ class Controller:
                 schedule,
             )
         )
+
+    def _take_up(self) -> None:
+        """Go on with the run that is in the journal."""
+        torn = self.journal.resume()
+        ledger = self.journal.ledger
+        self.versions.n = self.versions.m = ledger.version
+        behind = f" ({torn} bytes at the end of the journal were no whole record)" if torn else ""
+
+        def tell(kept: list[events.KeptTrajectory]) -> None:
+            self.events.write(
+                events.Resumed(self._context.clock(), self._unix_time(), ledger.step, ledger.version, kept)
+            )
+            self._progress.say(
+                f"resuming at step {ledger.step}, version {ledger.version}, with {len(ledger.groups)} open groups "
+                f"and {len(kept)} scored trajectories{behind}"
+            )
+
+        self.rollout.restore(tell)
 
     def _make_rewards(self) -> Rewards:
         if not any(task.rewards for task in self.config.tasks):
@@ -303,7 +345,7 @@ class Controller:
             if self.endpoint is not None:
                 await self.endpoint.start()
                 self._progress.say(f"agents call {self.endpoint.base_url}")
-            trainer = await self._start_workers()
+            await self._start_workers()
             timeout_s = self.config.inference.generate_timeout_s
             calls = ClusterCalls(self.switchboard, self.proxy, self._context, timeout_s=timeout_s)
             for cluster in self._clusters:
@@ -316,7 +358,9 @@ class Controller:
                 self.sync,
                 self.versions,
                 self._bound,
-                trainer,
+                self.trainer,
+                self.journal,
+                resumed=self._resume,
                 run=self._context,
                 metrics=self.metrics,
                 progress=self._progress,
@@ -328,13 +372,14 @@ class Controller:
             for work in beside:
                 work.cancel()
 
-    async def _start_workers(self) -> Link:
-        """Start all workers and wait until each serves; the trainer's link."""
+    async def _start_workers(self) -> None:
+        """Start all workers and wait until each serves."""
         placements = self.resources.placements()
         self._progress.say(f"starting {len(placements)} workers; run folder {self.folder.path}")
         bound = self._bound
         most = "is not bounded" if bound.max_train_lag is None else f"is at most {bound.max_train_lag}"
         self._progress.say(f"staleness_bound {bound.alpha}, update_at {bound.update_at}: train_lag {most}")
+        self._restarts.know(placements)
         for placement in placements:
             await self._launcher.start(placement)
         try:
@@ -342,8 +387,9 @@ class Controller:
                 while missing := self._missing(placements):
                     self._joined.clear()
                     await self._joined.wait()
-                (trainer,) = self.switchboard.of(Role.TRAINER)
-                await self.sync.publish(trainer, 0)
+            await self.trainer.link()  # a resumed run's has train_steps to make again
+            async with asyncio.timeout(self.config.start_timeout_s):
+                await self.sync.publish(self.versions.n)
                 await self.sync.wait_for_serving(self.config.inference.workers)
         except TimeoutError:
             waits = ", ".join(missing) or "the first weights"
@@ -354,7 +400,6 @@ class Controller:
         for link in self.switchboard.links.values():
             facts = ", ".join(f"{key} {value}" for key, value in link.facts.items())
             self._progress.say(f"ready after {self._context.clock():.0f} s: {link.name} ({facts})")
-        return trainer
 
     def _missing(self, placements: list[Placement]) -> list[str]:
         ready = {link.name for role in Role for link in self.switchboard.of(role)}
@@ -374,11 +419,15 @@ class Controller:
             self.resources.changed(link.name, link.hello.hardware_class, ready=ready)
         if link.state is LinkState.GONE:
             self._on_loss(link, reason)
-        elif link.state is LinkState.READY and link.role is Role.INFERENCE:
-            self.sync.join(link)
+        elif link.state is LinkState.READY:
+            self._restarts.joined(link.name)
+            if link.role is Role.INFERENCE:
+                self.sync.join(link)
+            else:
+                self._restarts.serves(link.name)
+                if link.role is Role.TRAINER:
+                    self.trainer.joined(link)
         if link.role is Role.ENVIRONMENT:
-            if link.state is LinkState.READY:
-                self._restarts.joined(link.name)
             self.rollout.manager.workers_changed()
 
     def _on_loss(self, link: Link, reason: str) -> None:
@@ -387,27 +436,47 @@ class Controller:
         logger.warning("worker %s is gone: %s", link.name, reason)
         if self.loop is None:
             self._losses.fatal(link.name, f"{link.name} is lost while the run starts: {reason}")
-        elif link.role is Role.TRAINER:
-            self._losses.fatal(link.name, f"the trainer {link.name} is lost: {reason}")
-        elif link.role is Role.ENVIRONMENT:
-            # Its process may be seen to end a moment later, and then it is started again.
-            asyncio.get_running_loop().call_later(
-                RESTART_PATIENCE_S, self._miss_environments, link.name, reason
-            )
-            self._progress.say(f"{link.role} worker {link.name} is lost: {reason}")
-        elif not any(other.role is link.role for other in self.switchboard.links.values()):
-            self._losses.fatal(
-                link.name, f"no {link.role} worker is left; the last, {link.name}, is lost: {reason}"
-            )
         else:
-            self._progress.say(f"{link.role} worker {link.name} is lost: {reason}; the others go on")
+            self._progress.say(f"{link.role} worker {link.name} is lost: {reason}")
+            self._restarts.lost(link.name, reason)
+            loop = asyncio.get_running_loop()
+            # Its process may be seen to end a moment later, and then it is started again.
+            self._missing_soon = {timer for timer in self._missing_soon if timer.when() > loop.time()}
+            self._missing_soon.add(
+                loop.call_later(RESTART_PATIENCE_S, self._miss, link.role, link.name, reason)
+            )
         if link.role is Role.INFERENCE:
             self.sync.leave(link)
+        elif link.role is Role.TRAINER:
+            self.trainer.lost(link)
+
+    def _remove(self, placement: Placement, reason: str) -> None:
+        """A worker has failed too often: the run goes on without it, if it can."""
+        role = Role(placement.role)
+        self.events.write(
+            events.WorkerChanged(self._context.clock(), placement.name, role, "removed", reason)
+        )
+        self._progress.say(
+            f"{role} worker {placement.name} is removed, for it fails again and again: {reason}"
+        )
+        self._miss(role, placement.name, reason)
+
+    def _miss(self, role: Role, name: str, reason: str) -> None:
+        """Whether a worker of ``role`` is left, or comes again; the run can't go on otherwise."""
+        if self._end.done() or self._restarts.coming(role):
+            return
+        if role is Role.ENVIRONMENT:
+            self._miss_environments(name, reason)
+        elif not any(link.role is role for link in self.switchboard.links.values()):
+            last = (
+                f"the trainer {name}"
+                if role is Role.TRAINER
+                else f"no {role} worker is left; the last, {name},"
+            )
+            self._losses.fatal(name, f"{last} is lost: {reason}")
 
     def _miss_environments(self, name: str, reason: str) -> None:
-        """Whether each task has a worker, or gets one again; the run can't go on otherwise."""
-        if self._end.done() or self._restarts.pending:
-            return
+        """Whether each task has a worker."""
         held = [w.tasks for w in self.switchboard.of(Role.ENVIRONMENT)]
         for task in self.config.tasks:
             if task.name in self.rollout.source.quarantined:
@@ -419,25 +488,24 @@ class Controller:
                 )
                 return
 
-    def _tell_quarantine(self, event: events.Event) -> None:
+    def _on_event(self, event: events.Event) -> None:
         if isinstance(event, events.Quarantined):
             self._progress.say(f"task {event.task} is taken out, since its groups fail: {event.error}")
+        elif isinstance(event, events.Swapped):
+            self._restarts.serves(event.worker)
 
     def _on_exit(self, exit: WorkerExit) -> None:
         """A worker's process ended."""
         if self._end.done():
             return
         self._losses.exited(exit)
-        environment = exit.placement.role == Role.ENVIRONMENT and self.loop is not None
-        if environment and not self._restarts.ended(exit.placement, str(exit)):
-            self._miss_environments(exit.placement.name, str(exit))
+        if self.loop is not None:
+            self._restarts.ended(exit.placement, str(exit))
         link = self.switchboard.links.get(exit.placement.name)
         if link is not None:
             self.switchboard.lose_soon(link, str(exit))
         elif self.loop is None:
             self._losses.fatal(exit.placement.name, str(exit))
-        elif exit.code:  # its connection broke before its process was seen to end
-            self._progress.say(str(exit))
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """An exception that nobody awaits: never swallowed."""
@@ -456,8 +524,11 @@ class Controller:
         self._end.exception()  # it is told by whoever waits for run()
         self._losses.cancel()
         await self._restarts.close()
+        for timer in self._missing_soon:
+            timer.cancel()
         if outcome is not Outcome.SUCCESS and self.loop is not None and self.switchboard.of(Role.TRAINER):
             self._progress.say(await self.loop.salvage(SALVAGE_PATIENCE_S))
+        self.journal.freeze()
         with _recorded("ending the trajectories"):
             self.rollout.close(Reason.SHUTDOWN)
             await self.rollout.manager.close()
@@ -469,6 +540,7 @@ class Controller:
             if self.loop is not None:
                 await self.loop.close()
             await self.sync.close()
+            await self.trainer.close()
         with _recorded("ending the workers"):
             self.switchboard.shut_down(f"the run ended: {outcome}")
             await self._launcher.stop(grace_s=SHUTDOWN_GRACE_S)
@@ -476,6 +548,7 @@ class Controller:
         with _recorded("writing the last events"):
             self.events.write(events.Ended(self._context.clock(), outcome, cause))
             self.events.close()
+            self.journal.close()
         asyncio.get_running_loop().set_exception_handler(None)
         self.folder.clean()
 

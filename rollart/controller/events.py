@@ -32,6 +32,7 @@ __all__ = [
     "Published",
     "Pulled",
     "Quarantined",
+    "Resumed",
     "RoleChanged",
     "Sampled",
     "Shipped",
@@ -40,6 +41,7 @@ __all__ = [
     "TrainedSample",
     "TrainedStep",
     "WorkerChanged",
+    "cut_torn",
     "parse_events",
     "read_events",
 ]
@@ -242,6 +244,27 @@ class AffinityProposed(_Event):
     reason: str
 
 
+class KeptTrajectory(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A scored trajectory that a resumed run has of the run before it."""
+
+    trajectory: int
+    attempt: int
+    sampled: int
+
+
+class Resumed(_Event):
+    """Another controller goes on with the run, from ``step`` on ``version``.
+
+    Of the trajectories that had not ended it has ``kept``, all scored.  Those of trained batches are consumed, and all
+    others were aborted by the end of the controller before it, which may have told less than it had done.
+    """
+
+    unix_time: float
+    step: int
+    version: int
+    kept: list[KeptTrajectory]
+
+
 class Ended(_Event):
     """The run is over: ``success``, ``error`` or ``interrupted``, and the first cause."""
 
@@ -274,6 +297,7 @@ Event = (
     | Bound
     | RoleChanged
     | AffinityProposed
+    | Resumed
 )
 
 _decoder: msgspec.msgpack.Decoder[list[Event]] = msgspec.msgpack.Decoder(list[Event])
@@ -282,11 +306,14 @@ _decoder: msgspec.msgpack.Decoder[list[Event]] = msgspec.msgpack.Decoder(list[Ev
 class EventLog:
     """Writes events to a file, and to everyone who listens."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        """``file`` is closed by ``close``."""
+    def __init__(self, file: BinaryIO, *, more: bool = False) -> None:
+        """``file`` is closed by ``close``; ``more``: what is in it stays, and it goes on there."""
         self._file: BinaryIO | None = file
         self._pending = PackedArray()
-        file.write(HEADER)
+        self.last_s = cut_torn(file) if more else 0.0
+        """The time of the last event that was in ``file``."""
+        if not more:
+            file.write(HEADER)
         self._listeners: list[Callable[[Event], None]] = []
 
     def listen(self, listener: Callable[[Event], None]) -> None:
@@ -318,6 +345,25 @@ class EventLog:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def cut_torn(file: BinaryIO) -> float:
+    """Cut what follows the last whole block off ``file``; the time of the last event that is left, 0 for none."""
+    if file.read(len(HEADER)) != HEADER:
+        file.seek(0)
+        file.truncate()
+        file.write(HEADER)
+        return 0.0
+    end, last = len(HEADER), b""
+    while len(head := file.read(_BLOCK.size)) == _BLOCK.size:
+        length, checksum = _BLOCK.unpack(head)
+        payload = file.read(length)
+        if len(payload) < length or zlib.crc32(payload) != checksum:
+            break
+        end, last = file.tell(), payload
+    file.seek(end)
+    file.truncate()
+    return _decoder.decode(last)[-1].t if last else 0.0
 
 
 def read_events(path: Path) -> Iterator[Event]:

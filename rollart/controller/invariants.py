@@ -60,6 +60,8 @@ class Invariants:
                 self._shipped(event)
             case events.TrainedStep():
                 self._trained_step(event)
+            case events.Resumed():
+                self._resumed(event)
             case events.Ended():
                 self._ended()
             case _:
@@ -120,6 +122,23 @@ class Invariants:
                 self._require(
                     earlier == event.step, f"I2 {trajectory} is in steps {earlier} and {event.step}"
                 )
+
+    def _resumed(self, event: events.Resumed) -> None:
+        """Nothing that had ended comes back; what was not kept has ended."""
+        kept = {each.trajectory for each in event.kept}
+        for trajectory, state in self.states.items():
+            if trajectory in kept:
+                self._require(not state.ended, f"I1 {trajectory} is {state} and was kept by the resumed run")
+            elif not state.ended:
+                consumed = trajectory in self.trained
+                self.states[trajectory] = State.CONSUMED if consumed else State.ABORTED
+        for each in event.kept:
+            self.states[each.trajectory] = State.SCORED
+            self._kinds[each.trajectory] = Kind.TRAIN
+            self.trained.pop(each.trajectory, None)  # if it was, what came of it is lost
+            self._attempts[each.trajectory] = each.attempt
+            self._sampled[each.trajectory, each.attempt] = each.sampled
+        self._newest = event.version - 1
 
     def _ended(self) -> None:
         for trajectory, state in self.states.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import shutil
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
@@ -31,16 +32,22 @@ async def run_locally(
     stream: TextIO,
     launcher: type[LocalLauncher] = LocalLauncher,
     clusters: Sequence[Cluster] = (),
+    resume: bool = False,
 ) -> Outcome:
     """Run ``config`` in ``folder``, with progress on ``stream``; SIGINT, SIGTERM and SIGHUP end it in order.
 
-    ``launcher`` may start its workers in a way of its own.
+    ``launcher`` may start its workers in a way of its own.  ``resume``: the run that is in ``folder``, which was
+    reopened, goes on.
 
     ``RunError`` with the first cause when the run fails, ``ConfigError`` when the folder can't be made.
     """
-    folder.create(config)
+    if not resume:
+        folder.create(config)
     try:
         if config.model.random is not None:
+            shutil.rmtree(
+                folder.model, ignore_errors=True
+            )  # a run that was killed may have written half of it
             write_model_folder(config.model.random, folder.model)
         transport = ZmqTransport()
         transport.peer_file.write(folder.key_file)
@@ -58,6 +65,7 @@ async def run_locally(
                     store_master=store_master,
                     clusters=clusters,
                     functions=functions,
+                    resume=resume,
                 )
                 with _signals(controller.interrupt):
                     return await controller.run()

@@ -47,6 +47,10 @@ class Metrics:
         if trajectory.kind is Kind.TRAIN:
             self._step["trajectories_started"] += 1
 
+    def restored(self, trajectory: Trajectory) -> None:
+        """A trajectory of an earlier controller is here again."""
+        self.live[trajectory.state] += 1
+
     def moved(self, trajectory: Trajectory, before: State, reason: Reason) -> None:
         """A trajectory changed state."""
         self.live[before] -= 1
@@ -223,9 +227,20 @@ def _succeeded(trajectory: Trajectory) -> float:
 class MetricsFile:
     """``metrics.jsonl``: one JSON object a step."""
 
-    def __init__(self, file: TextIO) -> None:
-        """``file`` is closed by ``close``."""
+    def __init__(self, file: TextIO, *, more: bool = False) -> None:
+        """``file`` is closed by ``close``; ``more``: what is in it stays, but for a torn last line."""
         self._file = file
+        self.last_step = -1
+        """Of the last object that was in ``file``."""
+        if more:
+            file.seek(0)
+            whole = file.read().rpartition("\n")[0]
+            if whole:
+                whole += "\n"
+                self.last_step = int(msgspec.json.decode(whole.splitlines()[-1])["step"])
+            file.seek(0)
+            file.truncate()
+            file.write(whole)
 
     def write(self, row: Row) -> None:
         """Append ``row``; it is in the file when this returns."""

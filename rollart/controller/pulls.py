@@ -18,6 +18,7 @@ from rollart.controller import events
 from rollart.controller.llm_proxy import Engine
 from rollart.controller.run_context import RunContext
 from rollart.controller.switchboard import CallError, Link, Switchboard
+from rollart.controller.trainer_line import TrainerLine
 from rollart.errors import RunError
 from rollart.protocol import FailureKind, Publish, Published, Pull, Pulled
 
@@ -44,6 +45,7 @@ class Pulls:
         self,
         config: Config,
         switchboard: Switchboard,
+        trainer: TrainerLine,
         *,
         canary: bytes,
         run: RunContext,
@@ -65,16 +67,17 @@ class Pulls:
         self._turns = asyncio.Semaphore(config.weights.pulls_at_once)
         self._attempts: dict[int, int] = {}
         """How often a version was stored anew."""
+        self._asked: dict[int, Link] = {}
+        """The trainer that was asked for a version last; of the versions that are wanted."""
         self._storing: dict[int, asyncio.Future[None]] = {}
-        self._trainer: Link | None = None
-
-    async def publish(self, trainer: Link, version: int) -> Published:
-        """Have the trainer put its current weights into the store as ``version``; ``RunError`` when it can't."""
         self._trainer = trainer
+
+    async def publish(self, version: int) -> Published:
+        """Have the trainer put its current weights into the store as ``version``; ``RunError`` when it can't."""
         give_up_at = self._run.clock() + self._timeout_s
         for pause_s in _pauses():
             try:
-                self.published[version] = await self._ask(trainer, version, 0)
+                self.published[version] = await self._ask(version)
                 break
             except CallError as error:
                 if not error.retry or self._run.clock() + pause_s > give_up_at:
@@ -82,6 +85,12 @@ class Pulls:
                 logger.warning("version %d is not published yet: %s", version, error)
                 await asyncio.sleep(pause_s)
         return self.published[version]
+
+    def forget(self, below: int) -> None:
+        """Versions below ``below`` are of no use any more."""
+        for known in (self.published, self._attempts, self._asked):
+            for version in [version for version in known if version < below]:
+                del known[version]
 
     async def close(self) -> None:
         """Stop what is under way."""
@@ -151,22 +160,31 @@ class Pulls:
 
     async def _store_anew(self, version: int, lost: str) -> None:
         """Have the trainer store ``version`` again, of whose copy ``lost`` a part is gone; once for all who miss it."""
-        if self.published[version].manifest != lost or self._trainer is None:
+        if self.published[version].manifest != lost:
             return
         storing = self._storing.get(version)
         if storing is None:
-            storing = asyncio.ensure_future(self._store_again(self._trainer, version))
+            storing = asyncio.ensure_future(self._store_again(version))
             self._storing[version] = storing
             storing.add_done_callback(lambda _: self._storing.pop(version))
         await asyncio.wait({storing})
 
-    async def _store_again(self, trainer: Link, version: int) -> None:
-        attempt = self._attempts[version] = self._attempts.get(version, 0) + 1
+    async def _store_again(self, version: int) -> None:
+        self._attempts[version] = self._attempts.get(version, 0) + 1
         try:
-            self.published[version] = await self._ask(trainer, version, attempt)
+            self.published[version] = await self._ask(version)
         except CallError as error:
             logger.warning("version %d could not be stored again: %s", version, error)
 
-    async def _ask(self, trainer: Link, version: int, attempt: int) -> Published:
-        request = Publish(self._switchboard.next_seq(), version, attempt, self._canary)
-        return await self._switchboard.call(trainer, request, Published, timeout_s=self._publish_timeout_s)
+    async def _ask(self, version: int) -> Published:
+        """Another trainer than the one before stores a copy of its own: the other's may be there, or half of it."""
+        seq = self._switchboard.next_seq
+
+        def request(link: Link) -> Publish:
+            asked = self._asked.setdefault(version, link)
+            if asked is not link:
+                self._asked[version] = link
+                self._attempts[version] = self._attempts.get(version, 0) + 1
+            return Publish(seq(), version, self._attempts.get(version, 0), self._canary)
+
+        return await self._trainer.call(request, Published, may_hang=False, timeout_s=self._publish_timeout_s)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from rollart.config import Config, MixedVersions
 from rollart.controller import events
 from rollart.controller.env_manager import EnvManager
 from rollart.controller.evaluation import Evaluation
+from rollart.controller.journal import Drew, Dropped, Journal, Left, OpenGroup
+from rollart.controller.kept_trajectory import restored, scored_record
 from rollart.controller.llm_proxy import Answer, LLMProxy
 from rollart.controller.metrics import Metrics
 from rollart.controller.record import Record
@@ -51,6 +53,7 @@ class Rollout:
         rewards: Rewards,
         run: RunContext,
         metrics: Metrics,
+        journal: Journal,
         endpoint: Endpoint | None = None,
     ) -> None:
         self._config = config
@@ -61,6 +64,8 @@ class Rollout:
         self._run = run
         self._metrics = metrics
         self._next_id = 0
+        self._journal = journal
+        self._restored = Orders()
         self._observer = self._moved  # one bound method for all trajectories
         self._admitting = False
         self._admit_soon = False
@@ -108,9 +113,50 @@ class Rollout:
 
     # --- the batch ------------------------------------------------------------------------------------
 
+    def restore(self, tell: Callable[[list[events.KeptTrajectory]], None]) -> None:
+        """Take up what the run before this one left in the journal; ``tell`` hears of the trajectories that go on,
+        before any other is started.
+
+        A batch that was in training then is ``in_training``.
+        """
+        ledger = self._journal.ledger
+        self.source.restore(ledger.source)
+        for task, outcome, error in ledger.left:
+            self._tell_source(task, outcome, error)
+        self._next_id = ledger.reserved
+        kept: list[Trajectory] = []
+        shipped = ledger.shipped
+        if shipped is not None:
+            for drawn, positions in shipped.groups:
+                group = Group(drawn.id, drawn.task, drawn.seed, 0)
+                group.scored = self._restore_scored(drawn, positions.values())
+                kept += group.scored
+                self.in_training.append(group)
+            self._versions.busy = True
+        opened = [
+            (drawn, self._restore_scored(drawn, ledger.scored[drawn.id].values()))
+            for drawn in ledger.groups.values()
+        ]
+        kept += [trajectory for _, scored in opened for trajectory in scored]
+        tell([events.KeptTrajectory(t.id, t.attempt, t.sampled) for t in kept])
+        for drawn, scored in opened:
+            self._restored.add(self.buffer.reopen(drawn.id, drawn.task, drawn.seed, scored))
+        self.buffer.go_on_at(ledger.next_group)
+
+    def _restore_scored(self, group: OpenGroup, positions: Iterable[int]) -> list[Trajectory]:
+        found: list[Trajectory] = []
+        for position in positions:
+            record = self._journal.scored(position)
+            limits = self._limits[group.task]
+            found.append(restored(record, group.task, group.seed, limits, self._observer))
+            self._metrics.restored(found[-1])
+        return found
+
     def admit(self) -> None:
         """Begin to fill the buffer."""
         self._admitting = True
+        orders, self._restored = self._restored, Orders()
+        self._carry_out(orders)
         self.review()
 
     async def get_batch(self) -> list[Group]:
@@ -131,7 +177,9 @@ class Rollout:
         if not self._admitting:
             return
         before = len(self.buffer.groups)
-        self._carry_out(self.buffer.admit(GROUPS_AT_ONCE))
+        orders = self.buffer.admit(GROUPS_AT_ONCE)
+        self._tell_drawn(list(self.buffer.groups.values())[before:])
+        self._carry_out(orders)
         if len(self.buffer.groups) - before == GROUPS_AT_ONCE and not self._admit_soon:
             self._admit_soon = True
             asyncio.get_running_loop().call_soon(self._admit_more)
@@ -143,6 +191,11 @@ class Rollout:
                 if not self._config.task(instance[0]).is_agent
             ]
             self.manager.warm.prepare(coming, rollout.group_size + rollout.redundant_members)
+
+    def _tell_drawn(self, groups: list[Group]) -> None:
+        if groups and self._journal.keeps:
+            drawn = [OpenGroup(group.id, group.task, group.seed) for group in groups]
+            self._journal.write(Drew(drawn, self.source.state()))
 
     def _admit_more(self) -> None:
         self._admit_soon = False
@@ -221,6 +274,7 @@ class Rollout:
             limits=self._limits[task],
             observer=self._observer,
         )
+        self._journal.reserve(self._next_id)
         self._next_id += 1
         if self.rewards.reads(task):
             trajectory.record = Record()
@@ -264,6 +318,8 @@ class Rollout:
             )
         )
         if trajectory.state.ended:
+            if before is State.SCORED and trajectory.state is State.ABORTED:
+                self._journal.write(Dropped(trajectory.id))
             if trajectory.kind is Kind.EVAL:
                 self._eval.pop(trajectory.id, None)
             else:
@@ -308,6 +364,8 @@ class Rollout:
         if trajectory.kind is Kind.EVAL:
             self.evaluation.settled(trajectory)
             return
+        if trajectory.state is State.SCORED and self._journal.keeps:
+            self._journal.write(scored_record(trajectory))
         self._carry_out(self.buffer.settled(trajectory))
         self._admit_some()
         self._offer_batch()
@@ -324,15 +382,17 @@ class Rollout:
                 group.dispatched,
             )
         )
-        if outcome in ("shipped", "filtered"):
-            self.source.group_succeeded(group.task)
-        elif outcome == "incomplete" and group.failures:
-            self._count_failure(group.task)
+        failed = outcome == "incomplete" and group.failures
+        error = self._last_failure.get(group.task, "") if failed else ""
+        if outcome != "shipped":
+            self._journal.write(Left(group.id, "failed" if failed else outcome, error))
+        self._tell_source(group.task, "failed" if failed else outcome, error)
 
-    def _count_failure(self, task: str) -> None:
-        """Its groups fail: after so many in a row it is taken out, and the others go on."""
-        error = self._last_failure.get(task, "")
-        if self.source.group_failed(task, error):
+    def _tell_source(self, task: str, outcome: str, error: str) -> None:
+        """A task whose groups fail is taken out after so many in a row, and the others go on."""
+        if outcome in ("shipped", "filtered"):
+            self.source.group_succeeded(task)
+        elif outcome == "failed" and self.source.group_failed(task, error):
             self.manager.warm.drop(task)
             self._run.write(events.Quarantined(self._run.clock(), task, error))
 

@@ -15,13 +15,16 @@ class RunContext:
 
     __slots__ = ("_loop", "_zero", "bug", "write")
 
-    def __init__(self, *, write: Callable[[Event], None], bug: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self, *, write: Callable[[Event], None], bug: Callable[[BaseException], None], began_s: float = 0.0
+    ) -> None:
+        """``began_s`` is what the clock says now: more than 0 for a run that is resumed."""
         self.write = write
         """Records an event."""
         self.bug = bug
         """Hears of an exception that no one expected, and ends the run with it."""
         self._loop = asyncio.get_running_loop()
-        self._zero = self._loop.time()
+        self._zero = self._loop.time() - began_s
 
     def clock(self) -> float:
         """Seconds since the run began."""

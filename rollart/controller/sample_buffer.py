@@ -150,6 +150,24 @@ class SampleBuffer:
                 orders.start.append(self._start_member(group))
         return orders
 
+    def reopen(self, id: int, task: str, seed: int, scored: list[Trajectory]) -> Orders:
+        """A group of the run before this one: the members that are missing are started."""
+        group = self.groups[id] = Group(id, task, seed, self.policy.refills)
+        self._next_group = max(self._next_group, id + 1)
+        group.scored = scored
+        group.dispatched = max((t.member + 1 for t in scored), default=0)
+        wanted = self.policy.size + self.policy.redundant_members
+        orders = Orders()
+        if len(scored) < self.policy.size:
+            orders.start = [self._start_member(group) for _ in range(wanted - len(scored))]
+        else:
+            orders.add(self._review(group))
+        return orders
+
+    def go_on_at(self, group: int) -> None:
+        """The next new group has this id at least."""
+        self._next_group = max(self._next_group, group)
+
     def _start_member(self, group: Group) -> Trajectory:
         trajectory = self._make(group=group.id, member=group.dispatched, task=group.task, seed=group.seed)
         group.dispatched += 1

@@ -80,8 +80,8 @@ class Branches:
         """int32 ids."""
         return trajectory.ids if sequence == self.current else self._waiting[sequence].ids
 
-    def take_samples(self, trajectory: Scored) -> list[TrainSample]:
-        """Those of all that wait here and have sampled tokens, which are let go."""
+    def samples(self, trajectory: Scored) -> list[TrainSample]:
+        """Those of all that wait here and have sampled tokens."""
         samples = []
         for number in sorted(self._waiting):
             each = self._waiting[number]
@@ -99,5 +99,9 @@ class Branches:
                         bool(trajectory.truncated),
                     )
                 )
-            each.ids, each.mask, each.logprobs = bytearray(), bytearray(), bytearray()
         return samples
+
+    def let_go(self) -> None:
+        """The tokens of all that wait here aren't wanted any more."""
+        for each in self._waiting.values():
+            each.ids, each.mask, each.logprobs = bytearray(), bytearray(), bytearray()

@@ -9,12 +9,16 @@ step the trainer publishes and goes on; nobody waits for a receiver.
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from rollart.batch_file import batch_path
 from rollart.config import Config, UpdateAt
 from rollart.controller import events
 from rollart.controller.health import Health
+from rollart.controller.journal import Journal, Shipped
+from rollart.controller.journal import Trained as TrainedRecord
 from rollart.controller.metrics import BatchMetrics, Metrics, MetricsFile, Row, trained_runs
 from rollart.controller.progress import Progress
 from rollart.controller.rollout import Rollout
@@ -22,7 +26,8 @@ from rollart.controller.run_context import RunContext
 from rollart.controller.run_folder import RunOutput
 from rollart.controller.sample_buffer import Group
 from rollart.controller.staleness import Bound, Versions
-from rollart.controller.switchboard import CallError, Link, Switchboard
+from rollart.controller.switchboard import CallError, Link, LinkState, Switchboard
+from rollart.controller.trainer_line import TrainerLine
 from rollart.controller.trajectory import Reason
 from rollart.controller.weight_sync import WeightSync
 from rollart.errors import RunError
@@ -33,19 +38,19 @@ from rollart.protocol import (
     SaveCheckpoint,
     Trained,
     TrainGroup,
-    TrainPart,
-    TrainStep,
     encode_group,
 )
 
 __all__ = ["TrainingLoop"]
 
+logger = logging.getLogger(__name__)
+
 Answer = TypeVar("Answer", bound=Message)
 MAX_SKIPPED_IN_A_ROW = 3
 KEEP_CHECKPOINTS = 2
-PART_BYTES = 1 << 20
-"""Of a batch: it leaves in parts, each when the one before has arrived, so that neither side holds it twice."""
-PAUSE_BYTES = 1 << 16
+GROUPS_AT_ONCE = 16
+JOURNAL_BYTES = 256 << 20
+"""A journal that has grown by so much since the last checkpoint has one made, whatever the config says."""
 
 
 class TrainingLoop:
@@ -60,8 +65,10 @@ class TrainingLoop:
         sync: WeightSync,
         versions: Versions,
         bound: Bound,
-        trainer: Link,
+        trainer: TrainerLine,
+        journal: Journal,
         *,
+        resumed: bool = False,
         run: RunContext,
         metrics: Metrics,
         progress: Progress,
@@ -74,29 +81,38 @@ class TrainingLoop:
         self._versions = versions
         self._bound = bound
         self._trainer = trainer
+        self._journal = journal
+        self._resumed = resumed
+        self._saved_bytes = 0
+        """What the journal had when it was made anew last."""
         self._run = run
         self._metrics = metrics
         self._progress = progress
-        self._file = MetricsFile(folder.open_metrics())
+        self._file = MetricsFile(folder.open_metrics(more=resumed), more=resumed)
         self._publishing: asyncio.Task[None] | None = None
         self._saving: asyncio.Task[None] | None = None
         self._score: float | None = None
         self._skipped_in_a_row = 0
         self._gap_told = False
         self._health = Health(config.health)
-        self._step = 0
+        self._step = journal.ledger.step
         self.doing = "starting"
         """What the loop does now, for people."""
 
     async def run(self) -> None:
         """All iterations, an evaluation before the first and after the last, and the final weights."""
         config = self._config
-        first = await self._evaluate(0) if config.evaluation.episodes else {}
+        self._tell_rows()
+        anew = not self._resumed or not (self._step or self._rollout.in_training)
+        first = await self._evaluate(0) if config.evaluation.episodes and anew else {}
         if first:
             self._progress.say(
                 f"before the first update: eval success {first['eval_success']:.2f} on held-out episodes"
             )
         self._metrics.take_step()  # what came before is no part of the first step
+        if self._step == config.steps:  # the run before this one ended while it was finishing
+            await self._finish({})
+            return
         self._rollout.admit()
         while self._step < config.steps:
             row = await self._iterate()
@@ -106,10 +122,22 @@ class TrainingLoop:
             self._step += 1
             if self._step == config.steps:
                 await self._finish(row)
-            elif config.trainer.checkpoint_every and self._step % config.trainer.checkpoint_every == 0:
+            elif self._wants_checkpoint():
                 await self._save_soon(row)
             self._file.write(row)
             self._progress.step(row, self._metrics.live)
+
+    def _wants_checkpoint(self) -> bool:
+        every = self._config.trainer.checkpoint_every
+        if every and self._step % every == 0:
+            return True
+        return self._journal.size_bytes - self._saved_bytes > JOURNAL_BYTES
+
+    def _tell_rows(self) -> None:
+        """Of a resumed run: the metrics of a step that was trained before its row was written."""
+        for trained in self._journal.ledger.trained:
+            if trained.step > self._file.last_step:
+                self._file.write(trained.row)
 
     async def close(self) -> None:
         """Stop what goes on in the background."""
@@ -126,8 +154,12 @@ class TrainingLoop:
         row: Row = {"step": self._step, "version": versions.n}
         started = clock()
         self.doing = "get_batch"
-        groups = await self._rollout.get_batch()
-        batch = self._ship(groups)
+        if self._rollout.in_training:  # when the controller before this one ended
+            groups = self._rollout.in_training
+            batch = self._shipped_before(groups)
+        else:
+            groups = await self._rollout.get_batch()
+            batch = self._ship(groups)
         got = clock()
         every = self._config.evaluation.every
         evaluate = bool(every) and self._step > 0 and self._step % every == 0
@@ -139,7 +171,7 @@ class TrainingLoop:
             row.update(await self._evaluate(self._step))
         ready = clock()
         self.doing = "train_step"
-        trained = await self._train(groups, batch)
+        trained = await self._train(groups, batch, row)
         row.update(batch.row)
         row.update({"logprob_gap_mean": None, **trained.metrics})
         row["skipped"] = trained.skipped
@@ -158,6 +190,9 @@ class TrainingLoop:
         """The batch is formed: record its ages, and abort what can't make the next one."""
         versions, bound = self._versions, self._bound
         batch = BatchMetrics(groups, bound, versions, self._config.rollout.mixed_versions)
+        self._journal.write(
+            Shipped(self._step, versions.n, versions.m, [(g.id, [t.id for t in g.scored]) for g in groups])
+        )
         self._run.write(
             events.Shipped(
                 self._run.clock(),
@@ -171,18 +206,21 @@ class TrainingLoop:
         self._rollout.review()
         return batch
 
-    async def _train(self, groups: list[Group], batch: BatchMetrics) -> Trained:
-        """train_step, and what it means for the trajectories."""
+    def _shipped_before(self, groups: list[Group]) -> BatchMetrics:
+        """As ``_ship``, of a batch that the controller before this one has formed."""
+        shipped = self._journal.ledger.shipped
+        assert shipped is not None
+        then = Versions(shipped.before, shipped.m, True)
+        return BatchMetrics(groups, self._bound, then, self._config.rollout.mixed_versions)
+
+    async def _train(self, groups: list[Group], batch: BatchMetrics, row: Row) -> Trained:
+        """train_step, and what it means for the trajectories; ``row`` is what is known of the step."""
         versions, before = self._versions, self._versions.n
-        samples = await self._send(groups, batch)
-        request = TrainStep(
-            self._switchboard.next_seq(),
-            self._step,
-            len(groups),
-            before,
-            self._config.trainer.verify_share,
-        )
-        trained = await self._call(request, Trained)
+        samples = await self._count(groups, batch)
+        try:
+            trained = await self._trainer.train(self._step, before, len(groups), _encoded(groups))
+        except CallError as error:
+            raise RunError(f"step {self._step}: TrainStep failed: {error}") from error
         if trained.version != (before if trained.skipped else before + 1):
             raise RunError(
                 f"the trainer says version {trained.version} after step {self._step} on version {before}"
@@ -194,6 +232,8 @@ class TrainingLoop:
                 self._run.clock(), self._step, before, trained.version, trained.skipped, samples
             )
         )
+        told = {**row, **batch.row, **trained.metrics, "skipped": trained.skipped}
+        self._journal.write(TrainedRecord(self._step, trained.version, trained.skipped, told))
         self._heed_skips(trained)
         self._heed_gap(trained)
         if not trained.skipped:
@@ -202,25 +242,17 @@ class TrainingLoop:
         await self._rollout.end_trained()
         return trained
 
-    async def _send(self, groups: list[Group], batch: BatchMetrics) -> list[events.TrainedSample]:
-        """Bring the batch to the trainer; what will be told of its samples once they are trained on."""
+    async def _count(self, groups: list[Group], batch: BatchMetrics) -> list[events.TrainedSample]:
+        """Count the batch in; what will be told of its samples once they are trained on."""
         mixed = self._config.rollout.mixed_versions
         samples: list[events.TrainedSample] = []
-        first, part, size, pause_at = 0, list[bytes](), 0, PAUSE_BYTES
         for number, group in enumerate(groups, 1):
             batch.add(group)
             samples += (
                 events.TrainedSample(t.id, t.length, t.sampled, trained_runs(t, mixed)) for t in group.scored
             )
-            sequences = [sample for t in group.scored for sample in t.take_samples()]
-            part.append(encode_group(TrainGroup(group.id, group.task, sequences)))
-            size += len(part[-1])
-            if size >= PART_BYTES or number == len(groups):
-                await self._call(TrainPart(self._switchboard.next_seq(), self._step, first), Done, part)
-                first, part, size, pause_at = number, [], 0, PAUSE_BYTES
-            elif size >= pause_at:
+            if number % GROUPS_AT_ONCE == 0:
                 await asyncio.sleep(0)  # the trajectories must not wait for a large batch
-                pause_at = size + PAUSE_BYTES
         return samples
 
     def _heed_gap(self, trained: Trained) -> None:
@@ -255,7 +287,7 @@ class TrainingLoop:
         """Start to publish ``version`` in the background, once the version before it is out."""
         if self._publishing is not None:
             await self._publishing
-        self._publishing = asyncio.get_running_loop().create_task(self._sync.publish(self._trainer, version))
+        self._publishing = asyncio.get_running_loop().create_task(self._sync.publish(version))
         self._publishing.add_done_callback(self._published)
         # Its request must be on the way before the next TrainStep: it speaks of the weights between the two.
         await asyncio.sleep(0)
@@ -293,22 +325,26 @@ class TrainingLoop:
             if self._config.evaluation.episodes:
                 row.update(await self._evaluate(self._step))
             await self.save()
-            await self._call(Export(self._switchboard.next_seq(), str(self._folder.weights)), Done)
+            await self._call(lambda seq: Export(seq, str(self._folder.weights)), Done)
         except BaseException:
-            self._file.write(row)
+            if row:
+                self._file.write(row)
             raise
+        self._journal.finish()
 
     async def save(self) -> None:
         """Have the trainer write a checkpoint and let go of the oldest; it is there when this returns."""
         await self._saved()
-        await self._call(self._checkpoint(), Done)
+        await self._call(self._checkpoint, Done)
 
-    def _checkpoint(self) -> SaveCheckpoint:
+    def _checkpoint(self, seq: int) -> SaveCheckpoint:
         options = self._config.trainer
-        path = self._folder.checkpoints / f"step-{self._step:06}"
         keep = options.keep_checkpoints or KEEP_CHECKPOINTS
-        seq = self._switchboard.next_seq()
-        return SaveCheckpoint(seq, str(path), keep, options.keep_best, self._score)
+        return SaveCheckpoint(seq, self._checkpoint_path, keep, options.keep_best, self._score)
+
+    @property
+    def _checkpoint_path(self) -> str:
+        return str(self._folder.checkpoints / f"step-{self._step:06}")
 
     async def _save_soon(self, row: Row) -> None:
         """Start a checkpoint in the background, once the one before it is there."""
@@ -316,15 +352,25 @@ class TrainingLoop:
         score = row.get("eval_success" if self._config.evaluation.every else "success_rate")
         if isinstance(score, int | float):
             self._score = float(score)
-        self._saving = asyncio.get_running_loop().create_task(self._save_now(self._checkpoint()))
+        link = await self._trainer.link()
+        request = self._checkpoint(self._switchboard.next_seq())
+        saving = self._save_now(link, request, self._step, self._versions.n)
+        self._saving = asyncio.get_running_loop().create_task(saving)
         # Its request must be on the way before the next TrainStep: it speaks of the weights between the two.
         await asyncio.sleep(0)
 
-    async def _save_now(self, request: SaveCheckpoint) -> None:
+    async def _save_now(self, link: Link, request: SaveCheckpoint, step: int, version: int) -> None:
+        timeout_s = self._config.trainer.step_timeout_s
         try:
-            await self._call(request, Done)
-        except RunError as error:
-            self._run.bug(error)
+            await self._switchboard.call(link, request, Done, timeout_s=timeout_s)
+        except CallError as error:
+            if link.state is LinkState.GONE or link.leaving is not None:  # its successor makes the next one
+                logger.warning("no checkpoint of step %d: %s", step, error)
+            else:
+                self._run.bug(RunError(f"step {step}: SaveCheckpoint failed: {error}"))
+            return
+        self._journal.checkpointed(request.path, step, version)
+        self._saved_bytes = self._journal.size_bytes
 
     async def _saved(self) -> None:
         """Until no checkpoint is on its way."""
@@ -333,25 +379,37 @@ class TrainingLoop:
 
     async def salvage(self, timeout_s: float) -> str:
         """Of a run that ends early, save what the trainer can save so quickly; what came of it, in a sentence."""
-        export = Export(self._switchboard.next_seq(), str(self._folder.weights))
+        step, version = self._step, self._versions.n
+        quiet = not self._rollout.in_training  # else nobody knows what the trainer has made of the batch
         try:
             async with asyncio.timeout(timeout_s):
-                await self._call(export, Done)
-                await self.save()
+                await self._call(lambda seq: Export(seq, str(self._folder.weights)), Done)
+                if quiet:
+                    await self.save()
+            if quiet and self.doing != "finishing":
+                self._journal.checkpointed(self._checkpoint_path, step, version)
         except (RunError, TimeoutError) as error:
             return f"the weights could not be saved: {str(error) or 'the trainer is busy'}"
         return f"saved the weights after {self._step} train_steps"
 
-    async def _call(
-        self, request: Message, expect: type[Answer], payload: list[bytes] | None = None
-    ) -> Answer:
+    async def _call(self, make: Callable[[int], Message], expect: type[Answer]) -> Answer:
+        """The trainer's answer; ``make`` is given the request's sequence id."""
+        name = ""
+
+        def request(link: Link) -> Message:
+            nonlocal name
+            made = make(self._switchboard.next_seq())
+            name = type(made).__name__
+            return made
+
         try:
-            return await self._switchboard.call(
-                self._trainer,
-                request,
-                expect,
-                timeout_s=self._config.trainer.step_timeout_s,
-                payload=payload,
-            )
+            return await self._trainer.call(request, expect)
         except CallError as error:
-            raise RunError(f"step {self._step}: {type(request).__name__} failed: {error}") from error
+            raise RunError(f"step {self._step}: {name} failed: {error}") from error
+
+
+def _encoded(groups: list[Group]) -> Iterator[bytes]:
+    """Each group's frame; its samples are not kept any longer."""
+    for group in groups:
+        sequences = [sample for t in group.scored for sample in t.take_samples()]
+        yield encode_group(TrainGroup(group.id, group.task, sequences))

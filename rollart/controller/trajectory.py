@@ -378,15 +378,23 @@ class Trajectory:
         return self.ids if self._branches is None else self._branches.ids_of(self, sequence)
 
     def take_samples(self) -> list[TrainSample]:
+        """As ``copy_samples``; the tokens themselves are not kept here any longer."""
+        samples = self.copy_samples()
+        self.ids, self.mask, self.logprobs = bytearray(), bytearray(), bytearray()
+        if self._branches is not None:
+            self._branches.let_go()
+        return samples
+
+    def copy_samples(self) -> list[TrainSample]:
         """What the trainer gets of it: a sample for each sequence that has sampled tokens."""
         if self._branches is None:
-            return [self.take_sample()]
-        own = [self.take_sample()] if self.versions else []
-        return [*self._branches.take_samples(self), *own]
+            return [self._sample()]
+        own = [self._sample()] if self.versions else []
+        return [*self._branches.samples(self), *own]
 
-    def take_sample(self) -> TrainSample:
-        """The current sequence's sample; the tokens themselves are not kept here any longer."""
-        sample = TrainSample(
+    def _sample(self) -> TrainSample:
+        """The current sequence's."""
+        return TrainSample(
             self.id,
             bytes(self.ids),
             bytes(self.mask),
@@ -397,8 +405,6 @@ class Trajectory:
             self.turn_rewards,
             bool(self.truncated),
         )
-        self.ids, self.mask, self.logprobs = bytearray(), bytearray(), bytearray()
-        return sample
 
     def _append_run(self, run: VersionRun) -> None:
         if self.versions and self.versions[-1].version == run.version:

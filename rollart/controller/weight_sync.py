@@ -24,6 +24,7 @@ from rollart.controller.pulls import Pulls
 from rollart.controller.run_context import RunContext
 from rollart.controller.staleness import Versions
 from rollart.controller.switchboard import CallError, Link, Switchboard
+from rollart.controller.trainer_line import TrainerLine
 from rollart.packing import pack_ids, unpack_floats
 from rollart.protocol import (
     Collect,
@@ -76,6 +77,7 @@ class WeightSync:
         *,
         canary: bytes,
         run: RunContext,
+        trainer: TrainerLine,
         on_serving: Callable[[], None],
     ) -> None:
         """``canary`` is the prompt (int32 ids) that trainer and engines score for each version; ``on_serving``
@@ -90,8 +92,15 @@ class WeightSync:
         self._versions = versions
         self._run = run
         self._on_serving = on_serving
+        self._trainer = trainer
         self._pulls = Pulls(
-            config, switchboard, canary=canary, run=run, wanted=self._wanted, next_change=self._next_change
+            config,
+            switchboard,
+            trainer,
+            canary=canary,
+            run=run,
+            wanted=self._wanted,
+            next_change=self._next_change,
         )
         self._followers: dict[str, asyncio.Task[None]] = {}
         self._in_use: dict[str, int] = {}
@@ -101,9 +110,9 @@ class WeightSync:
 
     # --- the trainer's side ---------------------------------------------------------------------------
 
-    async def publish(self, trainer: Link, version: int) -> None:
+    async def publish(self, version: int) -> None:
         """Have the trainer put its current weights into the store as ``version``."""
-        published = await self._pulls.publish(trainer, version)
+        published = await self._pulls.publish(version)
         self.newest = max(self.newest, version)
         if self._config.rollout.update_at is UpdateAt.PUBLISH or self.gate < 0:
             self.gate = self.newest
@@ -111,15 +120,17 @@ class WeightSync:
             events.Published(self._run.clock(), version, published.size_bytes, published.blocked_s)
         )
         self._notify()
-        await self._collect(trainer)
+        await self._collect()
 
-    async def _collect(self, trainer: Link) -> None:
+    async def _collect(self) -> None:
         """Let go of the versions that no worker needs any more."""
         below = min([self.gate, *self._in_use.values()])
-        self._pulls.published = {v: p for v, p in self._pulls.published.items() if v >= below}
-        request = Collect(self._switchboard.next_seq(), below)
+        self._pulls.forget(below)
+        seq = self._switchboard.next_seq
         try:
-            await self._switchboard.call(trainer, request, Done, timeout_s=self._timeout_s)
+            await self._trainer.call(
+                lambda link: Collect(seq(), below), Done, may_hang=False, timeout_s=self._timeout_s
+            )
         except CallError as error:  # the next version's collection takes them along
             logger.warning("the weight store did not let go of versions below %d: %s", below, error)
 

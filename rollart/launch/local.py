@@ -120,6 +120,12 @@ class LocalLauncher:
         """End all workers at once."""
         self._signal_all(signal.SIGKILL)
 
+    def end(self, name: str) -> None:
+        """End one worker at once, if it is one of these and lives."""
+        process = self._processes.get(name)
+        if process is not None:
+            _signal_group(process.pid, signal.SIGKILL)
+
     def tail(self, name: str) -> str:
         """The last lines of a worker's log, and the first error in it."""
         return _tail(self._log_dir / f"{name}.log")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections import Counter
+from collections.abc import Callable
 
 import msgspec
 
@@ -19,7 +20,7 @@ class FaultKind(enum.StrEnum):
     """What can go wrong with a worker; ``Fault.value`` is what the description names."""
 
     CRASH = "crash"
-    """It dies as by SIGKILL, and is started again after ``value`` seconds (never, for 0)."""
+    """It dies as by SIGKILL, and can't be started again for ``value`` seconds (ever, for 0)."""
     HANG = "hang"
     """It is stopped for ``value`` seconds: what it has to say comes late."""
     PARTITION = "partition"
@@ -40,6 +41,9 @@ class FaultKind(enum.StrEnum):
     """Its updates report success and change nothing."""
     LOST_BUCKET = "lost_bucket"
     """``value`` pulls find a bucket missing in the store."""
+    KILL_CONTROLLER = "kill_controller"
+    """The controller, and with it all workers, dies as by SIGKILL, and the run is resumed: at that time for 0, else in
+    the middle of the ``value``-th write to the journal after it."""
     NAN = "nan"
     """``value`` train_steps find a loss that is not finite."""
 
@@ -75,9 +79,11 @@ class Injector:
         self._world = world
         self._armed: list[Fault] = []
         self._timers: list[asyncio.TimerHandle] = []
-        self._restarts: list[asyncio.Task[None]] = []
         self._partitioned: dict[str, None] = {}
         self._rng = world.rng("garbled")
+        self.kill: Callable[[int], None] = lambda torn: None
+        """Kills the controller; so many bytes of its last write to the journal are not there."""
+        self._writes_left = 0
 
     def start(self, network: SimNetwork, launcher: SimLauncher) -> None:
         """Set every fault's timer."""
@@ -89,8 +95,6 @@ class Injector:
         """No fault happens any more."""
         for timer in self._timers:
             timer.cancel()
-        if self._restarts:
-            await asyncio.wait(self._restarts)
 
     def interfere(self, direction: str, worker: str, frames: list[bytes]) -> list[list[bytes]]:
         """What arrives of a message."""
@@ -119,10 +123,10 @@ class Injector:
         worker, value, ailments = fault.worker, fault.value, self._world.of(fault.worker)
         match fault.kind:
             case FaultKind.CRASH:
+                self._launcher.down.add(worker)
                 self._launcher.crash(worker)
-                self._world.ailments.pop(worker, None)
                 if value:
-                    self._after(value, self._restart, worker)
+                    self._after(value, self._launcher.down.discard, worker)
             case FaultKind.HANG:
                 self._network.freeze(worker)
                 self._after(value, self._network.thaw, worker)
@@ -137,6 +141,10 @@ class Injector:
                 ailments.keeps_old_weights = True
             case FaultKind.LOST_BUCKET:
                 ailments.lost_buckets += int(value)
+            case FaultKind.KILL_CONTROLLER:
+                self._writes_left = int(value)
+                if not value:
+                    self.kill(0)
             case FaultKind.NAN:
                 ailments.skips += int(value)
 
@@ -144,11 +152,23 @@ class Injector:
         self.happened[fault.kind] += 1
         self.befell.add(fault.worker)
 
+    def wrote(self) -> None:
+        """The controller has written to the journal."""
+        if self._writes_left:
+            self._writes_left -= 1
+            if not self._writes_left:
+                self.kill(self._rng.choice([0, 1, 5]))
+
+    def later(self, now_s: float) -> list[Fault]:
+        """The faults that have not happened at ``now_s``, with times from then on."""
+        return [
+            msgspec.structs.replace(fault, at_s=fault.at_s - now_s)
+            for fault in self._faults
+            if fault.at_s > now_s
+        ]
+
     def _heal(self, worker: str) -> None:
         self._partitioned.pop(worker, None)
-
-    def _restart(self, worker: str) -> None:
-        self._restarts.append(asyncio.ensure_future(self._launcher.restart(worker)))
 
     def _after(self, seconds: float, callback: object, *args: object) -> None:
         self._timers.append(asyncio.get_running_loop().call_later(seconds, callback, *args))  # type: ignore[arg-type]

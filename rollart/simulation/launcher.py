@@ -24,19 +24,20 @@ class SimLauncher:
         """Those that live."""
         self.started: list[Worker] = []
         """All that ever lived."""
+        self.down: set[str] = set()
+        """Those that can't be started now."""
         self._network = network
         self._make = make
         self._on_exit = on_exit
         self._tasks: dict[str, asyncio.Task[int]] = {}
-        self._placements: dict[str, Placement] = {}
-        self._ended = False
 
     async def start(self, placement: Placement) -> None:
-        """Start one worker."""
+        """Start one worker; ``OSError`` while its machine is down."""
+        if placement.name in self.down:
+            raise OSError("its machine is down")
         worker = self._make(placement)
         self.workers[placement.name] = worker
         self.started.append(worker)
-        self._placements[placement.name] = placement
         task = asyncio.get_running_loop().create_task(worker.run(), name=placement.name)
         self._tasks[placement.name] = task
         task.add_done_callback(lambda done: self._done(placement, done))
@@ -48,14 +49,12 @@ class SimLauncher:
             self._network.cut(name)
             task.cancel()
 
-    async def restart(self, name: str) -> None:
-        """Start a worker that has died again, under its name."""
-        if name not in self._tasks and name in self._placements and not self._ended:
-            await self.start(self._placements[name])
+    def end(self, name: str) -> None:
+        """As ``crash``."""
+        self.crash(name)
 
     async def stop(self, *, grace_s: float) -> None:
         """End all workers: those that have not ended in ``grace_s`` are killed."""
-        self._ended = True
         if self._tasks:
             await asyncio.wait(list(self._tasks.values()), timeout=grace_s)
         self.kill()
@@ -64,7 +63,6 @@ class SimLauncher:
 
     def kill(self) -> None:
         """Kill all."""
-        self._ended = True
         for name in list(self._tasks):
             self.crash(name)
 
@@ -75,5 +73,6 @@ class SimLauncher:
     def _done(self, placement: Placement, task: asyncio.Task[int]) -> None:
         del self._tasks[placement.name]
         self.workers.pop(placement.name, None)
+        self._network.thaw(placement.name)  # a new worker of that name is not stopped
         code = -SIGKILL if task.cancelled() else task.result()
         self._on_exit(WorkerExit(placement, code))

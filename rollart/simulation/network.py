@@ -102,6 +102,7 @@ class SimNetwork:
 
     def cut(self, worker: str) -> None:
         """The worker is gone, with all that is on the way."""
+        self._frozen.pop(worker, None)
         for kind in ("control", "data"):
             self.disconnect(f"{kind}:{worker}".encode(), flush=False)
 

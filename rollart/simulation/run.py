@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import copy
 import io
 import json
 import logging
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -15,12 +18,14 @@ import msgspec
 
 from rollart.config import Config
 from rollart.controller.controller import Controller
+from rollart.controller.events import parse_events
 from rollart.controller.invariants import Invariants
 from rollart.controller.progress import Progress
 from rollart.controller.rewards import RewardClient, Rewards
 from rollart.errors import InvariantError, RunError
 from rollart.launch.local import Placement, WorkerExit
 from rollart.protocol import Role
+from rollart.simulation import order
 from rollart.simulation.engine import BatchingEngine
 from rollart.simulation.environment import SimEnvironment
 from rollart.simulation.faults import Fault, Injector
@@ -31,7 +36,7 @@ from rollart.simulation.isolation import Isolation
 from rollart.simulation.launcher import SimLauncher
 from rollart.simulation.loop import Deadlock, VirtualLoop
 from rollart.simulation.network import SimDialer, SimNetwork
-from rollart.simulation.output import MemoryOutput
+from rollart.simulation.output import MemoryJournal, MemoryOutput
 from rollart.simulation.rewards import SimBackend, SimRewards
 from rollart.simulation.trainer import SimTrainer, StepTime
 from rollart.simulation.truth import Truth
@@ -83,6 +88,8 @@ class Result(msgspec.Struct, kw_only=True):
     transitions: int
     messages: int
     faults: dict[str, int]
+    lineage: list[int]
+    """The train_steps that the trainer's weights are of at the end."""
     events: bytes
     rows: list[dict[str, Any]]
     """The metrics."""
@@ -96,12 +103,25 @@ class Result(msgspec.Struct, kw_only=True):
     """What served the rewards, when it was not unlimited."""
 
 
+class Remains(msgspec.Struct):
+    """What outlives a controller that is killed, and its workers."""
+
+    journal: bytes
+    events: bytes
+    metrics: str
+    truth: Truth | None
+    checkpoints: dict[str, tuple[int, tuple[int, ...]]]
+
+
 class _Run:
     """The parts of one run."""
 
-    def __init__(self, setup: Setup, seed: int, faults: list[Fault], *, check: bool) -> None:
+    def __init__(
+        self, setup: Setup, seed: int, faults: list[Fault], *, check: bool, before: Remains | None = None
+    ) -> None:
         self.setup = setup
-        self.truth = Truth() if check else None
+        self.resumed = before is not None
+        self.truth = before.truth if before is not None else Truth() if check else None
         self.world = World(
             seed,
             setup.families,
@@ -125,8 +145,17 @@ class _Run:
         self.wire = WireRules()
         if check:
             self.network.taps.append(self.wire.hear)
-        self.output = MemoryOutput()
+        # A large workload's journal would be most of what the simulation holds.
+        journal = MemoryJournal(before.journal if before is not None else b"") if check else None
+        self.output = MemoryOutput(journal=journal)
         self.invariants = Invariants()
+        if before is not None:
+            self.output = MemoryOutput(events=before.events, metrics=before.metrics, journal=journal)
+            self.world.checkpoints = before.checkpoints
+            for event in parse_events(io.BytesIO(before.events), "the killed run"):
+                self.invariants.feed(event)
+        if journal is not None:
+            journal.on_write = self.injector.wrote
         self.isolation = Isolation(
             befell=self.injector.befell.__contains__,
             troubled=self.world.troubled,
@@ -148,6 +177,7 @@ class _Run:
             vocabulary_size=VOCABULARY,
             rewards=self._rewards(),
             unix_time=lambda: 0.0,
+            resume=self.resumed,
         )
         controller.events.listen(self.invariants.feed)
         controller.events.listen(self.isolation.feed)
@@ -163,6 +193,23 @@ class _Run:
             await self.injector.close()
             if self.messages is not None:
                 self.messages.close()
+
+    def remains(self, torn: int) -> Remains:
+        """What is left of it when the controller is killed now, ``torn`` bytes before the journal's end."""
+        journal = self.output.journal
+        assert isinstance(journal, MemoryJournal)
+        return Remains(
+            journal.content[: len(journal.content) - torn],
+            self.output.events,
+            self.output.metrics,
+            copy.deepcopy(self.truth),
+            dict(self.world.checkpoints),
+        )
+
+    def violations(self) -> list[str]:
+        """Of all that is checked."""
+        found = [*self.invariants.violations, *self.wire.violations, *self.isolation.violations]
+        return found + list(self.truth.violations if self.truth else []) + list(self.world.violations)
 
     def _rewards(self) -> Rewards:
         config = self.setup.config
@@ -187,6 +234,7 @@ class _Run:
 
     def _worker(self, placement: Placement) -> Worker:
         dialer, name, hardware = SimDialer(self.network), placement.name, placement.hardware_class
+        self.world.ailments.pop(name, None)  # a new worker has none
         if placement.role == Role.INFERENCE:
             engine = self.setup.engine(placement)
             if self.world.host is not None:
@@ -213,43 +261,89 @@ def simulate(
     ``shuffle`` permutes, by the seed, the tasks that could go on.  ``check`` follows every single
     message and token, which a large workload has too many of; the event stream is always checked.
     """
-    run = _Run(setup, seed, list(faults), check=check)
-    rng = random.Random(f"{seed}/shuffle") if shuffle else None
-    loop = VirtualLoop(shuffle=rng, end_at=end_at_s)  # type: ignore[abstract]  # no sockets, no processes
-    violations: list[str] = []
+    lives: list[_Life] = []
     logger = logging.getLogger("rollart")
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)  # what goes wrong here was planted
     try:
-        loop.run_until_complete(run.main())
-        violations += _left_over(loop)
-    except Deadlock as error:
-        run.cause = str(error)
+        left = list(faults)
+        while True:
+            before = lives[-1].remains if lives else None
+            life = _Life(_Run(setup, seed, left, check=check, before=before))
+            lives.append(life)
+            rng = random.Random(f"{seed}/shuffle/{len(lives)}") if shuffle else None
+            life.live(rng, end_at_s)
+            if life.remains is None:
+                break
+            left = life.run.injector.later(life.seconds)
     finally:
-        _abandon(loop)
-        loop.close()
         logger.setLevel(level)
-    violations += run.invariants.violations + run.wire.violations + run.isolation.violations
-    violations += run.truth.violations if run.truth else []
-    violations += run.world.violations
+    run = lives[-1].run
+    violations = [each for life in lives for each in life.violations]
     if run.outcome == "broken":
         violations.insert(0, f"the run broke: {run.cause}")
+    if check and run.outcome == "success":
+        violations += order.violations(setup.config, run.output.events, list(run.world.lineage))
     return Result(
         outcome=run.outcome,
         cause=run.cause,
         violations=violations,
-        seconds=loop.time(),
-        callbacks=loop.steps,
+        seconds=sum(life.seconds for life in lives),
+        callbacks=sum(life.callbacks for life in lives),
         transitions=run.invariants.transitions,
-        messages=run.network.messages,
-        faults=dict(run.injector.happened),
+        messages=sum(life.run.network.messages for life in lives),
+        faults=dict(sum((life.run.injector.happened for life in lives), Counter())),
+        lineage=list(run.world.lineage),
         events=run.output.events,
         rows=[json.loads(line) for line in run.output.metrics.splitlines()],
-        workers=run.launcher.started,
+        workers=[worker for life in lives for worker in life.run.launcher.started],
         waiting_for=run.waiting_for,
         host=run.world.host,
         functions=run.functions,
     )
+
+
+class _Life:
+    """One controller, from its start to its end or its sudden death."""
+
+    def __init__(self, run: _Run) -> None:
+        self.run = run
+        self.remains: Remains | None = None
+        """Of a controller that was killed."""
+        self.violations: list[str] = []
+        self.seconds = 0.0
+        self.callbacks = 0
+
+    def live(self, shuffle: random.Random | None, end_at_s: float) -> None:
+        """Run to the end."""
+        run = self.run
+        loop = VirtualLoop(shuffle=shuffle, end_at=end_at_s)  # type: ignore[abstract]  # no sockets, no processes
+
+        def kill(torn: int) -> None:
+            if self.remains is None:
+                self.remains = run.remains(torn)
+                self.violations = run.violations()
+                self.seconds = loop.time()
+                loop.stop()
+
+        run.injector.kill = kill
+        main = loop.create_task(run.main())
+        main.add_done_callback(lambda _: loop.stop())
+        try:
+            loop.run_forever()
+            if self.remains is None:
+                main.result()
+                self.violations = _left_over(loop)
+        except Deadlock as error:
+            run.cause = str(error)
+        finally:
+            killed = self.remains is not None
+            self.callbacks = loop.steps
+            if not killed:
+                self.seconds = loop.time()
+                self.violations += run.violations()
+            _abandon(loop, after_s=100.0 if killed else 0.0)
+            loop.close()
 
 
 def _left_over(loop: VirtualLoop) -> list[str]:
@@ -260,12 +354,13 @@ def _left_over(loop: VirtualLoop) -> list[str]:
     return left + [f"I9 a timer is left: {callback}" for callback in callbacks]
 
 
-def _abandon(loop: VirtualLoop) -> None:
-    """Let go of the tasks of a run that never ended."""
+def _abandon(loop: VirtualLoop, *, after_s: float) -> None:
+    """Let go of the tasks of a run that never ended; whatever they still do, nobody looks at it."""
     tasks = asyncio.all_tasks(loop)
     if not tasks:
         return
     for task in tasks:
         task.cancel()
-    loop.call_later(0, loop.stop)
-    loop.run_forever()
+    loop.call_later(after_s, loop.stop)
+    with contextlib.suppress(Deadlock):
+        loop.run_forever()

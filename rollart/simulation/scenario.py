@@ -50,7 +50,7 @@ class Scenario(msgspec.Struct, frozen=True):
         skips = sum(fault.value for fault in self.faults if fault.kind is FaultKind.NAN)
         for fault in self.faults:
             if not self._bearable(fault):
-                if fault.at_s < self._started_s():
+                if self._starts_at(fault.at_s):
                     return False
                 hurt[fault.worker] = None
         spared = all(
@@ -58,16 +58,31 @@ class Scenario(msgspec.Struct, frozen=True):
         )
         return spared and "trainer-0" not in hurt and skips <= MAX_SKIPS
 
-    def _started_s(self) -> float:
-        """By when all workers serve: the loss of one before that ends the run."""
+    def _starts_at(self, at_s: float) -> bool:
+        """Whether all workers may not serve yet, or again: the loss of one before that ends the run."""
         timings = self.setup.timings
-        return 4 * (timings.start_s + timings.publish_s + timings.pull_s + timings.load_s) + 5
+        start_s = 4 * (timings.start_s + timings.publish_s + timings.pull_s + timings.load_s) + 5
+        # A resumed run makes train_steps again, and a kill at a write may come long after its time.
+        kills = [fault.at_s for fault in self.faults if fault.kind is FaultKind.KILL_CONTROLLER]
+        return at_s < start_s or any(killed <= at_s < killed + start_s + 200 for killed in kills)
 
     def _bearable(self, fault: Fault) -> bool:
         config = self.setup.config
         match fault.kind:
-            case FaultKind.HANG:
-                return fault.value < config.heartbeat_timeout_s / 2
+            case FaultKind.HANG if fault.value < config.heartbeat_timeout_s / 2:
+                return True
+            case FaultKind.KILL_CONTROLLER:  # a step that is trained again must not be skipped then
+                return not any(other.kind is FaultKind.NAN for other in self.faults)
+            case FaultKind.CRASH | FaultKind.HANG | FaultKind.PARTITION if self._starts_at(fault.at_s):
+                return False
+            case FaultKind.CRASH | FaultKind.HANG | FaultKind.PARTITION:
+                # It is started again, unless its machine never comes back; evaluations may lose all their episodes.
+                back = fault.kind is not FaultKind.CRASH or fault.value > 0
+                if fault.worker.startswith(
+                    "trainer"
+                ):  # a step that is trained again must not be skipped then
+                    return back and not any(other.kind is FaultKind.NAN for other in self.faults)
+                return back and not config.evaluation.episodes
             case FaultKind.SLOW:
                 return fault.value <= 4
             case FaultKind.FAIL:
@@ -116,7 +131,8 @@ def draw_scenario(seed: int) -> Scenario:
         step_s=lambda lengths, scored: train_s,
         delay=delay,
     )
-    return Scenario(setup, _faults(rng, config))
+    faults = _faults(rng, config) + _kills(random.Random(f"kills {seed}"))
+    return Scenario(setup, sorted(faults, key=lambda fault: fault.at_s))
 
 
 def _config(rng: random.Random) -> Config:
@@ -252,12 +268,26 @@ def _faults(rng: random.Random, config: Config) -> list[Fault]:
     return sorted(faults, key=lambda fault: fault.at_s)
 
 
+def _kills(rng: random.Random) -> list[Fault]:
+    """In a third of the scenarios the controller dies, once or twice."""
+    return [
+        Fault(
+            rng.uniform(0.0, 80.0),
+            FaultKind.KILL_CONTROLLER,
+            "controller",
+            rng.choice([0, 0, 1, 2, 5, 17, 40]),
+        )
+        for _ in range(rng.choice([0, 0, 0, 0, 1, 2]))
+    ]
+
+
 OF_ROLE: dict[str, list[FaultKind]] = {
-    "inference": [kind for kind in FaultKind if kind is not FaultKind.NAN],
+    "inference": [kind for kind in FaultKind if kind not in (FaultKind.NAN, FaultKind.KILL_CONTROLLER)],
     "environment": [
         kind
         for kind in FaultKind
-        if kind not in (FaultKind.NAN, FaultKind.OLD_WEIGHTS, FaultKind.LOST_BUCKET)
+        if kind
+        not in (FaultKind.NAN, FaultKind.OLD_WEIGHTS, FaultKind.LOST_BUCKET, FaultKind.KILL_CONTROLLER)
     ],
     "trainer": [
         FaultKind.NAN,

@@ -17,6 +17,8 @@ from rollart.protocol import (
     Collect,
     Done,
     Export,
+    LoadCheckpoint,
+    Loaded,
     Message,
     Publish,
     Published,
@@ -63,6 +65,8 @@ class SimTrainer(Worker):
         self._world = world
         self._step_s = step_s
         self._version = 0
+        self._lineage: tuple[int, ...] = ()
+        """The steps that its weights are of."""
         self._answers: dict[int, Trained] = {}
         self._parts = BatchParts()
         self._in_turn = asyncio.Lock()
@@ -92,10 +96,20 @@ class SimTrainer(Worker):
                 )
             case Collect(seq=seq):
                 return Done(seq)
-            case SaveCheckpoint(seq=seq) | Export(seq=seq):
+            case SaveCheckpoint(seq=seq, path=path):
+                async with self._in_turn:
+                    saved = self._version, self._lineage
+                await asyncio.sleep(timings.save_s * slow)
+                self._world.checkpoints[path] = saved
+                return Done(seq)
+            case Export(seq=seq):
                 async with self._in_turn:
                     await asyncio.sleep(timings.save_s * slow)
                 return Done(seq)
+            case LoadCheckpoint(seq=seq, path=path):
+                await asyncio.sleep(timings.save_s * slow)
+                self._version, self._lineage = self._world.checkpoints[path]
+                return Loaded(seq, self._version)
         raise Deterministic(f"a trainer does not serve {type(message).__name__}")
 
     async def _train(self, request: TrainStep) -> Trained:
@@ -121,6 +135,10 @@ class SimTrainer(Worker):
             skipped = "the loss is nan"
         else:
             self._version += 1
+            self._lineage = (*self._lineage, request.step_id)
+            self._world.lineage = self._lineage
+            if list(self._lineage) != sorted(set(self._lineage)) or len(self._lineage) != self._version:
+                self._world.violations.append(f"I2 version {self._version} is of steps {self._lineage}")
             if self._world.truth is not None:
                 self._world.truth.check_batch(request.step_id, groups)
         answer = Trained(request.seq, request.step_id, self._version, skipped, {"logprob_gap_mean": 0.0})

@@ -71,6 +71,10 @@ class World:
         self.host = Host(sharing.cores) if sharing else None
         self.environment_threads = environment_threads
         self.ailments: dict[str, Ailments] = {}
+        self.checkpoints: dict[str, tuple[int, tuple[int, ...]]] = {}
+        """By path: the version, and the steps that it is of."""
+        self.lineage: tuple[int, ...] = ()
+        """The steps that the trainer's weights are of."""
         self.lost: set[str] = set()
         """Versions, by their references, of which a bucket is lost: only what is stored anew can be pulled."""
         self.violations: list[str] = []

@@ -24,6 +24,8 @@ from rollart.protocol import (
     Collect,
     Done,
     Export,
+    LoadCheckpoint,
+    Loaded,
     Message,
     Publish,
     Published,
@@ -130,6 +132,9 @@ class TrainerWorker(Worker):
             case Export(seq=seq, path=path):
                 await self._compute(lambda: self._trainer.export(Path(path)))
                 return Done(seq)
+            case LoadCheckpoint(seq=seq, path=path):
+                await self._compute(lambda: self._trainer.load_checkpoint(Path(path)))
+                return Loaded(seq, self._trainer.version)
             case _:
                 raise Deterministic(f"a trainer does not serve {type(message).__name__}")
 

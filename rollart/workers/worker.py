@@ -79,6 +79,9 @@ class Worker:
         self._exit_code = 0
         self._why = "failed"
         self._ordered = False
+        self._forsaken = False
+        """The controller fell silent."""
+        self._parent = os.getppid()
 
     # --- what a role fills in -------------------------------------------------------------------------
 
@@ -121,8 +124,8 @@ class Worker:
 
     @property
     def orphaned(self) -> bool:
-        """It ends without the controller's order: the controller may be gone."""
-        return not self._ordered
+        """It ends without the controller's order, and the controller is gone."""
+        return not self._ordered and (self._forsaken or os.getppid() != self._parent)
 
     def end(self, reason: str) -> None:
         """Ask the worker to finish; the first reason counts."""
@@ -189,6 +192,7 @@ class Worker:
             self._say.add(Beat(len(self._tasks), self.refused_frames))
             await asyncio.sleep(self.welcome.heartbeat_s)
             if loop.time() - self._heard > self.welcome.controller_timeout_s:
+                self._forsaken = True
                 self.end(f"controller silent for {self.welcome.controller_timeout_s:g} s")
 
     async def _close(self) -> None:
