@@ -149,7 +149,7 @@ def test_a_loss_that_fails_the_calls_to_others_is_caught(monkeypatch: pytest.Mon
                 call.answer.set_exception(CallError(FailureKind.INFRASTRUCTURE, said))
 
     monkeypatch.setattr(Switchboard, "_fail_calls", fail_all)
-    caught("I8 trajectory")
+    caught("I8 trajectory", range(200))
 
 
 def test_a_worker_that_is_given_up_without_a_fault_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

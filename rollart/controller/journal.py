@@ -61,7 +61,6 @@ class Texts(msgspec.Struct, array_like=True, frozen=True):
     last: str
     reference: str
     info: dict[str, float]
-    turn_rewards: list[float] | None
 
 
 class Record(msgspec.Struct, array_like=True, tag=True, frozen=True):

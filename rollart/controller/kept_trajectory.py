@@ -74,7 +74,7 @@ def scored_record(trajectory: Trajectory) -> Scored:
 
 def _texts(record: Record) -> Texts:
     turns = [(turn.observation, turn.answer, turn.reward) for turn in record.turns]
-    return Texts(turns, record.last, record.reference, record.info, record.turn_rewards)
+    return Texts(turns, record.last, record.reference, record.info)
 
 
 def _record(texts: Texts) -> Record:
@@ -82,7 +82,7 @@ def _record(texts: Texts) -> Record:
     record.started = True
     record.turns = [TurnView(*turn) for turn in texts.turns]
     record.last, record.reference = texts.last, texts.reference
-    record.info, record.turn_rewards = texts.info, texts.turn_rewards
+    record.info = texts.info
     return record
 
 
