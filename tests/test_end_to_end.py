@@ -134,9 +134,11 @@ def _check_weights(folder: Path) -> None:
 
 
 def test_long_answers_span_updates_with_the_same_gap_and_ctrl_c_ends_in_order(tmp_path: Path) -> None:
-    """Temperature 0.8, a token mask, two engines that swap by themselves; then a person has seen enough."""
+    """Temperature 0.8, a token mask, two engines that swap by themselves, gradients of groups as they arrive; then a
+    person has seen enough."""
     before = shared_memory()
-    with started(tmp_path, "letters.yaml", "steps=1000", "inference.workers=2") as run:
+    overrides = "steps=1000", "inference.workers=2", "trainer.stream_batch=true"
+    with started(tmp_path, "letters.yaml", *overrides) as run:
         run.wait_for_steps(6)
         run.look()
         run.process.send_signal(signal.SIGINT)

@@ -340,3 +340,26 @@ def test_a_batch_without_signal_is_reported() -> None:
     result = outcome(setup_of(hopeless, rollout={"filter_groups": True, "max_filtered_groups": 20}))
     assert result.outcome == "error"
     assert "the run gets no signal" in result.cause
+
+
+def test_the_trainer_works_while_the_batch_still_forms() -> None:
+    """Blocking get_batch left the trainer idle until the last group was there, and then all were computed on."""
+
+    def run(stream_batch: bool) -> tuple[float, list[events.Event]]:
+        setup = setup_of(
+            msgspec.structs.replace(QUICK, step_s=Distribution(0.5, 1.2)),
+            rollout={"update_at": "publish", "staleness_bound": 0, "groups_per_batch": 8, "group_size": 4},
+            trainer={"stream_batch": stream_batch},
+            steps=6,
+        )
+        setup = msgspec.structs.replace(setup, step_s=lambda lengths, scored: 0.1 * len(lengths))
+        result = outcome(setup)
+        assert result.outcome == "success"
+        return result.seconds, stream(result)
+
+    (blocking_s, blocking), (streaming_s, streaming) = run(False), run(True)
+    assert streaming_s < 0.9 * blocking_s
+    for told in (blocking, streaming):
+        trained = [event for event in told if isinstance(event, events.TrainedStep)]
+        assert [event.step for event in trained] == list(range(6))
+        assert all(len(event.samples) == 32 for event in trained)

@@ -168,7 +168,6 @@ def _delta_rows(tensors: dict[str, torch.Tensor], folder: Path, address: str) ->
     trainer, inference = (
         open_store(address, folder / "delta", name, delta=True) for name in ("trainer", "inference")
     )
-    fresh = open_store(address, folder / "delta", "whole")
     version = 0
     inference.pull(trainer.publish(version, buffers_of(tensors.items()))).close()
     for share in CHANGED:
@@ -181,20 +180,23 @@ def _delta_rows(tensors: dict[str, torch.Tensor], folder: Path, address: str) ->
         published = time.perf_counter()
         weights = inference.pull(reference)
         pulled = time.perf_counter()
+        fresh = open_store(address, folder / "delta", f"whole-{version}")  # which has no base
+        began_whole = time.perf_counter()
         fresh.pull(reference).close()
         whole = time.perf_counter()
+        fresh.close()
         rows.append(
             {
                 "changed": share,
                 "moved_share": weights.moved_bytes / size,
                 "publish_s": published - began,
                 "pull_s": pulled - published,
-                "whole_pull_s": whole - pulled,
+                "whole_pull_s": whole - began_whole,
             }
         )
         weights.close()
         trainer.collect(version)
-    for store in (fresh, inference, trainer):
+    for store in (inference, trainer):
         store.close()
     return rows
 

@@ -67,6 +67,7 @@ class Rollout:
         self._journal = journal
         self._restored = Orders()
         self._observer = self._moved  # one bound method for all trajectories
+        self._group_closed: asyncio.Future[None] | None = None
         self._admitting = False
         self._admit_soon = False
         self._batch_wanted: asyncio.Future[list[Group]] | None = None
@@ -165,6 +166,15 @@ class Rollout:
         self._offer_batch()
         return await self._batch_wanted
 
+    async def groups_of_next_batch(self) -> list[Group]:
+        """Complete groups that the batch will have, as soon as there are some; each is given once."""
+        while True:
+            groups = self.buffer.stream()
+            if groups:
+                return groups
+            self._group_closed = asyncio.get_running_loop().create_future()
+            await self._group_closed
+
     def review(self) -> None:
         """The versions changed, or a group left: abort what is too old, admit what fits, offer a batch."""
         self._proxy.changed()  # a request may wait for a worker that the bound barred until now
@@ -204,6 +214,8 @@ class Rollout:
     def _offer_batch(self) -> None:
         if self._batch_wanted is None or self._batch_wanted.done():
             return
+        if self._group_closed is not None and not self._group_closed.done():
+            self._group_closed.set_result(None)
         groups = self.buffer.take_batch()
         if groups is not None:
             self.in_training = groups

@@ -18,7 +18,7 @@ import msgspec
 
 from rollart.controller.staleness import Bound, Versions
 from rollart.controller.trajectory import Reason, State, Trajectory
-from rollart.errors import RunError
+from rollart.errors import InvariantError, RunError
 
 __all__ = ["Group", "GroupPolicy", "Orders", "SampleBuffer"]
 
@@ -117,6 +117,8 @@ class SampleBuffer:
         self.groups: dict[int, Group] = {}
         self.complete: dict[int, tuple[int, int, Group]] = {}
         """Of ``groups``, those that wait for a batch: v, when they were filed, and the group."""
+        self.streamed: list[Group] = []
+        """Of the complete groups, those that the next batch has for sure, in its order: they are with the trainer."""
         self.filtered_in_a_row = 0
         self.failed_in_a_row = 0
         self.last_failure = ""
@@ -189,9 +191,11 @@ class SampleBuffer:
         return self._review(group)
 
     def cancel(self, trajectory: Trajectory) -> Orders:
-        """Abort ``trajectory`` by a person's wish, if it is still in a group."""
+        """Abort ``trajectory`` by a person's wish, if it is still in a group and not with the trainer."""
         orders = Orders()
         group = self.groups.get(trajectory.group)
+        if group in self.streamed:
+            return orders
         if group is not None and (trajectory.id in group.in_flight or trajectory in group.scored):
             self._abort(group, trajectory, Reason.CANCELLED, orders)
             orders.add(self._review(group))
@@ -210,6 +214,8 @@ class SampleBuffer:
                 for t in (*group.in_flight.values(), *group.scored)
                 if t.oldest is not None and t.oldest < floor
             ]
+            if stale and group in self.streamed:
+                raise InvariantError(f"group {group.id} is with the trainer, and too old for the batch")
             for trajectory in stale:
                 self._abort(group, trajectory, Reason.STALE, orders)
             if stale:
@@ -294,6 +300,19 @@ class SampleBuffer:
         by_age = sorted(self.complete.values(), key=lambda entry: entry[:2])
         return [group for version, _, group in by_age if version >= lowest]
 
+    def stream(self) -> list[Group]:
+        """Complete groups that the next batch will have, and that were not given yet; none while one is in training.
+
+        The bound's reference does not move until the batch is formed, so what may be in it now may be in it then.
+        """
+        if self.versions.busy:
+            return []
+        known = {group.id for group in self.streamed}
+        new = [group for group in self.ready() if group.id not in known]
+        new = new[: self.policy.per_batch - len(self.streamed)]
+        self.streamed += new
+        return new
+
     def take_batch(self) -> list[Group] | None:
         """Form a batch, if one is complete: its groups leave the buffer, and ``versions.busy`` is set.
 
@@ -301,9 +320,12 @@ class SampleBuffer:
         """
         if len(self.complete) < self.policy.per_batch:
             return None
-        groups = self.ready()[: self.policy.per_batch]
+        known = {group.id for group in self.streamed}
+        others = [group for group in self.ready() if group.id not in known]
+        groups = [*self.streamed, *others][: self.policy.per_batch]
         if len(groups) < self.policy.per_batch:
             return None
+        self.streamed = []
         for group in groups:
             self.bound.staleness(group.version or 0, self.versions)
             self._leave(group, "shipped")

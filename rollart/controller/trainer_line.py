@@ -9,6 +9,7 @@ idempotent by their id, and a checkpoint holds the id of its last one (docs/reli
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable, Iterable
 from typing import TypeVar
@@ -63,6 +64,8 @@ class TrainerLine:
         self._verify_share = config.trainer.verify_share
         self._usable: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
         self._restoring: asyncio.Task[None] | None = None
+        self._streamed: tuple[Link, int, int] | None = None
+        """The trainer that has groups of a batch that is not complete, its step and how many."""
 
     # --- trainers come and go -------------------------------------------------------------------------
 
@@ -145,14 +148,35 @@ class TrainerLine:
 
         return await self._with_trainer(ask, may_hang=may_hang)
 
-    async def train(self, step: int, version: int, groups: int, first: Iterable[bytes]) -> Trained:
-        """Train on the batch of ``step``: ``first`` are its encoded groups, which the journal has too."""
-        frames = first
+    async def stream(self, step: int, first: int, frames: list[bytes]) -> None:
+        """Give the trainer, if there is one, groups of a batch that is not complete, from number ``first`` on."""
+        if not self._usable.done():
+            return
+        link = self._usable.result()
+        if first and self._streamed != (link, step, first):
+            return  # it lacks some: it gets all with the train_step
+        try:
+            await self._send_part(link, step, first, list(frames))  # which lets go of what it has sent
+        except CallError as error:
+            logger.warning("groups of step %d did not reach the trainer: %s", step, error)
+        else:
+            self._streamed = (link, step, first + len(frames))
+
+    async def train(
+        self, step: int, version: int, groups: int, first: Iterable[bytes], *, streamed: list[bytes]
+    ) -> Trained:
+        """Train on the batch of ``step``: its encoded groups are ``streamed``, which the trainer may have already, and
+        ``first``; the journal has all of them."""
+        sent = False
 
         async def ask(link: Link) -> Trained:
-            nonlocal frames
-            sending, frames = frames, ()
-            await self._send(link, step, sending or self._journal.frames(step))
+            nonlocal sent
+            if sent:
+                await self._send(link, step, self._journal.frames(step))
+            else:
+                sent = True
+                has = len(streamed) if self._streamed == (link, step, len(streamed)) else 0
+                await self._send(link, step, itertools.chain(streamed[has:], first), has)
             return await self._ask(link, self._train_step(step, groups, version), Trained)
 
         return await self._with_trainer(ask, may_hang=True)
@@ -182,10 +206,10 @@ class TrainerLine:
     def _train_step(self, step: int, groups: int, version: int) -> TrainStep:
         return TrainStep(self._switchboard.next_seq(), step, groups, version, self._verify_share)
 
-    async def _send(self, link: Link, step: int, frames: Iterable[bytes]) -> None:
-        """Bring the groups of a batch to the trainer."""
-        first, part, size, pause_at = 0, list[bytes](), 0, PAUSE_BYTES
-        for number, frame in enumerate(frames, 1):
+    async def _send(self, link: Link, step: int, frames: Iterable[bytes], first: int = 0) -> None:
+        """Bring the groups of a batch to the trainer, from number ``first`` on."""
+        part, size, pause_at = list[bytes](), 0, PAUSE_BYTES
+        for number, frame in enumerate(frames, first + 1):
             part.append(frame)
             size += len(frame)
             if size >= PART_BYTES:

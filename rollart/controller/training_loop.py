@@ -96,6 +96,8 @@ class TrainingLoop:
         self._gap_told = False
         self._health = Health(config.health)
         self._step = journal.ledger.step
+        self._streamed: list[bytes] = []
+        """Groups of the batch that is not complete, encoded."""
         self.doing = "starting"
         """What the loop does now, for people."""
 
@@ -158,7 +160,7 @@ class TrainingLoop:
             groups = self._rollout.in_training
             batch = self._shipped_before(groups)
         else:
-            groups = await self._rollout.get_batch()
+            groups = await self._get_batch()
             batch = self._ship(groups)
         got = clock()
         every = self._config.evaluation.every
@@ -185,6 +187,26 @@ class TrainingLoop:
         row.update(self._metrics.take_refusals())
         row.update(self._rollout.rewards.take_row())
         return row
+
+    async def _get_batch(self) -> list[Group]:
+        """Wait for the batch; meanwhile its first groups go to the trainer, where it works on them as they come."""
+        if not self._config.trainer.stream_batch:
+            return await self._rollout.get_batch()
+        streaming = asyncio.get_running_loop().create_task(self._stream(), name="stream batch")
+        try:
+            return await self._rollout.get_batch()
+        finally:
+            streaming.cancel()
+            await asyncio.wait({streaming})
+            if not streaming.cancelled() and (error := streaming.exception()) is not None:
+                self._run.bug(error)
+
+    async def _stream(self) -> None:
+        while True:
+            frames = list(_encoded(await self._rollout.groups_of_next_batch()))
+            first, self._streamed = len(self._streamed), self._streamed + frames
+            # A part that is on its way arrives, whatever becomes of the wait: else nobody knew whether it did.
+            await asyncio.shield(self._trainer.stream(self._step, first, frames))
 
     def _ship(self, groups: list[Group]) -> BatchMetrics:
         """The batch is formed: record its ages, and abort what can't make the next one."""
@@ -216,9 +238,12 @@ class TrainingLoop:
     async def _train(self, groups: list[Group], batch: BatchMetrics, row: Row) -> Trained:
         """train_step, and what it means for the trajectories; ``row`` is what is known of the step."""
         versions, before = self._versions, self._versions.n
+        streamed, self._streamed = self._streamed, []
         samples = await self._count(groups, batch)
         try:
-            trained = await self._trainer.train(self._step, before, len(groups), _encoded(groups))
+            trained = await self._trainer.train(
+                self._step, before, len(groups), _encoded(groups[len(streamed) :]), streamed=streamed
+            )
         except CallError as error:
             raise RunError(f"step {self._step}: TrainStep failed: {error}") from error
         if trained.version != (before if trained.skipped else before + 1):

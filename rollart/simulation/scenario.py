@@ -100,6 +100,7 @@ def draw_scenario(seed: int) -> Scenario:
     rng = random.Random(f"scenario {seed}")
     config = _with_rewards(_config(rng), random.Random(f"rewards {seed}"))
     config = _routed(config, random.Random(f"routing {seed}"))
+    config = _streamed(config, random.Random(f"streaming {seed}"))
     families = {task.name: _family(rng) for task in config.tasks}
     train_s, latency_s = rng.uniform(0.1, 8.0), rng.choice([0.0, 0.0005, 0.02])
     jitter = random.Random(f"network {seed}")
@@ -214,6 +215,13 @@ def _with_rewards(config: Config, rng: random.Random) -> Config:
     reward = msgspec.convert(raw, Reward)
     first, *others = config.tasks
     return msgspec.structs.replace(config, tasks=[msgspec.structs.replace(first, reward=reward), *others])
+
+
+def _streamed(config: Config, rng: random.Random) -> Config:
+    """In a third of the scenarios the trainer computes on groups as they arrive."""
+    if rng.random() < 2 / 3 or config.trainer.minibatches > 1:
+        return config
+    return msgspec.structs.replace(config, trainer=msgspec.structs.replace(config.trainer, stream_batch=True))
 
 
 def _routed(config: Config, rng: random.Random) -> Config:

@@ -69,6 +69,9 @@ class SimTrainer(Worker):
         """The steps that its weights are of."""
         self._answers: dict[int, Trained] = {}
         self._parts = BatchParts()
+        self._streaming: asyncio.Task[None] | None = None
+        self._computed = 0
+        """Groups of the batch that is not complete whose gradients it has."""
         self._in_turn = asyncio.Lock()
 
     async def setup(self) -> Ready:
@@ -76,12 +79,20 @@ class SimTrainer(Worker):
         await asyncio.sleep(self._world.timings.start_s / 2)
         return Ready(1, {})
 
+    async def teardown(self) -> None:
+        """Stop what goes on."""
+        if self._streaming is not None:
+            self._streaming.cancel()
+            await asyncio.wait({self._streaming})
+
     async def serve(self, message: ToWorker, payload: Sequence[bytes]) -> Message | None:
         """Carry out a request."""
         timings, slow = self._world.timings, self._world.of(self.name).slowdown
         match message:
             case TrainPart(seq=seq, step_id=step_id, first=first):
                 self._parts.add(step_id, first, payload)
+                if self.config.trainer.stream_batch and (self._streaming is None or self._streaming.done()):
+                    self._streaming = asyncio.get_running_loop().create_task(self._stream(step_id))
                 return Done(seq)
             case TrainStep():
                 async with self._in_turn:
@@ -120,15 +131,8 @@ class SimTrainer(Worker):
             raise Deterministic(f"it has version {self._version}, not {request.version}")
         groups = [_decoder.decode(frame) for frame in self._parts.of(request.step_id, request.groups)]
         ailments = self._world.of(self.name)
-        samples = [sample for group in groups for sample in group.samples]
-        lengths = [len(sample.ids) // ID_BYTES for sample in samples]
-        scored = scored_lengths(
-            lengths, [s.versions for s in samples], request.version, request.verify_share, request.step_id
-        )
-        seconds = self._step_s(lengths, scored) * ailments.slowdown
-        started, sharing = asyncio.get_running_loop().time(), self._world.sharing
-        await self._world.compute(self.name, seconds, sharing.trainer_threads if sharing else 1)
-        self.busy_s += asyncio.get_running_loop().time() - started
+        await self._compute(groups[self._computed :], request)
+        self._computed = 0
         skipped = ""
         if ailments.skips:
             ailments.skips -= 1
@@ -145,3 +149,26 @@ class SimTrainer(Worker):
         self._answers = {request.step_id: answer}
         self._parts.drop(request.step_id)
         return answer
+
+    async def _stream(self, step_id: int) -> None:
+        """Compute the gradients of the groups that are here, until there are no more."""
+        async with self._in_turn:
+            while frames := self._parts.so_far(step_id)[self._computed :]:
+                self._computed += len(frames)
+                groups = [_decoder.decode(frame) for frame in frames]
+                share = self.config.trainer.verify_share
+                await self._compute(groups, TrainStep(0, step_id, 0, self._version, share))
+
+    async def _compute(self, groups: Sequence[TrainGroup], request: TrainStep) -> None:
+        """Take as long as the gradients of ``groups`` take."""
+        samples = [sample for group in groups for sample in group.samples]
+        if not samples:
+            return
+        lengths = [len(sample.ids) // ID_BYTES for sample in samples]
+        scored = scored_lengths(
+            lengths, [s.versions for s in samples], request.version, request.verify_share, request.step_id
+        )
+        seconds = self._step_s(lengths, scored) * self._world.of(self.name).slowdown
+        started, sharing = asyncio.get_running_loop().time(), self._world.sharing
+        await self._world.compute(self.name, seconds, sharing.trainer_threads if sharing else 1)
+        self.busy_s += asyncio.get_running_loop().time() - started
