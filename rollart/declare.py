@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import msgspec
 
-from rollart.config_routing import Affinity, Pool
+from rollart.config.routing import Affinity, Pool
 from rollart.errors import ConfigError, RunError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from rollart.config import Config
-from rollart.config_routing import Phase
+from rollart.config.routing import Phase
 from rollart.controller import events
 from rollart.controller.affinity import Orders
 from rollart.controller.events import Event, parse_events

@@ -28,7 +28,7 @@ from rollart.algorithms.losses import (
 )
 from rollart.algorithms.sampling import TaskDistributions
 from rollart.config import Algorithm, Config
-from rollart.config_algorithm import Advantage, Correction, Denominator, KLEstimator, Loss, LossMean
+from rollart.config.algorithm import Advantage, Correction, Denominator, KLEstimator, Loss, LossMean
 from tests import algorithm_case as case
 
 REWARDS = st.lists(st.floats(-10, 10, width=32), min_size=2, max_size=16)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rollart.config import RandomModel, Task
-from rollart.config_tasks import Dataset
+from rollart.config.tasks import Dataset
 from rollart.environments import Environment, Turn
 from rollart.environments.dataset import load_rows
 from rollart.environments.loading import load_task

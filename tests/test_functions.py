@@ -19,7 +19,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from rollart.config_rewards import Reward
+from rollart.config.rewards import Reward
 from rollart.controller.reward_backends import backends
 from rollart.controller.reward_calls import Caller, CallError, FailureKind, Stats
 from rollart.launch.functions import LocalFunctions

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from rollart import config_health as config
+from rollart.config import health as config
 from rollart.controller.health import Health
 
 

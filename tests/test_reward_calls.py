@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rollart.config_rewards import Reward
+from rollart.config.rewards import Reward
 from rollart.controller.reward_calls import OPENS_AFTER, Caller, CallError, FailureKind, Stats
 from rollart.rewards.payload import Reply, Request, Result
 from rollart.rewards.view import TrajectoryView

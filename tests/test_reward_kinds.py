@@ -16,7 +16,7 @@ import psutil
 import pytest
 from aiohttp import web
 
-from rollart.config_rewards import Reward
+from rollart.config.rewards import Reward
 from rollart.controller.reward_backends import backends
 from rollart.controller.reward_calls import Caller, CallError, FailureKind, Stats
 from rollart.controller.signatures import AlibabaKeys, AwsKeys, sign_alibaba, sign_aws

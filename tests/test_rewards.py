@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from rollart.config import Config
-from rollart.config_rewards import Reward
+from rollart.config.rewards import Reward
 from rollart.controller import events
 from rollart.controller.controller import Outcome
 from rollart.controller.preflight import resolve_rewards

@@ -6,7 +6,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollart.config_routing import Phase
+from rollart.config.routing import Phase
 from rollart.controller.routing import (
     DECODING,
     PLAIN,

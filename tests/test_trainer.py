@@ -29,7 +29,7 @@ from rollart.config import (
     UpdateAt,
 )
 from rollart.config import Trainer as TrainerConfig
-from rollart.config_tasks import TaskSampling
+from rollart.config.tasks import TaskSampling
 from rollart.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
 from rollart.protocol import TrainGroup, TrainSample, VersionRun, encode_group
 from rollart.workers.megatron.architecture import Architecture, UnsupportedModel

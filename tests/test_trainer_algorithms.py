@@ -13,7 +13,7 @@ import torch
 
 from rollart.config import Algorithm, Config, Recompute, Task
 from rollart.config import Trainer as TrainerConfig
-from rollart.config_algorithm import Advantage, Correction, Denominator, KLPlace, Loss, LossMean
+from rollart.config.algorithm import Advantage, Correction, Denominator, KLPlace, Loss, LossMean
 from rollart.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
 from rollart.protocol import TrainGroup, encode_group
 from rollart.workers.megatron.batch import Refusal

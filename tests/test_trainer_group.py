@@ -12,7 +12,7 @@ import torch
 
 from rollart.config import Algorithm, Config, DType
 from rollart.config import Trainer as TrainerConfig
-from rollart.config_algorithm import Denominator, Loss
+from rollart.config.algorithm import Denominator, Loss
 from rollart.workers.megatron.architecture import UnsupportedModel
 from rollart.workers.megatron.batch import Refusal
 from rollart.workers.megatron.group import TrainerGroup

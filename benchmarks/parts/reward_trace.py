@@ -14,7 +14,7 @@ import msgspec
 
 from benchmarks.parts.measure import percentile
 from benchmarks.parts.report import Row
-from rollart.config_rewards import Reward
+from rollart.config.rewards import Reward
 from rollart.controller.reward_backends import backends
 from rollart.controller.reward_calls import Caller, Stats
 from rollart.launch.functions import LocalFunctions

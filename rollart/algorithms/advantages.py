@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rollart.config_algorithm import Advantage, Algorithm
+from rollart.config.algorithm import Advantage, Algorithm
 
 __all__ = [
     "STD_EPSILON",

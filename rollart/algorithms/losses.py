@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rollart.config_algorithm import Algorithm, Correction, Denominator, KLEstimator, Loss
+from rollart.config.algorithm import Algorithm, Correction, Denominator, KLEstimator, Loss
 
 __all__ = [
     "PolicyTerms",

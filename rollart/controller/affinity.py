@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from rollart.config import Inference
-from rollart.config_routing import AUTO, DEFAULT, Affinity, Phase, PhaseAffinity, classes_of
+from rollart.config.routing import AUTO, DEFAULT, Affinity, Phase, PhaseAffinity, classes_of
 
 __all__ = ["Order", "Orders"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollart.config_routing import Phase
+from rollart.config.routing import Phase
 from rollart.controller import events
 from rollart.controller.affinity import Orders
 from rollart.controller.engines import Engines, Seat, Seats

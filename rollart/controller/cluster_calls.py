@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from rollart.config_routing import DEFAULT, Phase, PhaseAffinity, classes_of
+from rollart.config.routing import DEFAULT, Phase, PhaseAffinity, classes_of
 from rollart.controller import events
 from rollart.controller.llm_proxy import LLMProxy
 from rollart.controller.routing import Wish, place

@@ -19,7 +19,7 @@ import msgspec
 
 from rollart import __version__
 from rollart.config import Config
-from rollart.config_rewards import LOCAL
+from rollart.config.rewards import LOCAL
 from rollart.controller import events
 from rollart.controller.cluster_calls import ClusterCalls
 from rollart.controller.journal import Journal

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from rollart.config_routing import Phase
+from rollart.config.routing import Phase
 from rollart.controller.affinity import Order
 from rollart.controller.routing import Candidate, Wish, pair, place
 from rollart.controller.switchboard import Link

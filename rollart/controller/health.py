@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from rollart import config_health as config
+from rollart.config import health as config
 
 __all__ = ["Health", "Judgement"]
 

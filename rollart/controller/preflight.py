@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from rollart.config import Config, StoreKind, Task
-from rollart.config_rewards import Reward
+from rollart.config.rewards import Reward
 from rollart.controller.reward_backends import backends
 from rollart.errors import ConfigError
 from rollart.launch.local import import_path

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from rollart.config_routing import Pool
+from rollart.config.routing import Pool
 from rollart.controller import events
 from rollart.controller.affinity import Orders
 from rollart.controller.run_context import RunContext

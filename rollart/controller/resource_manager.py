@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollart.config import Config
-from rollart.config_routing import AUTO, Phase, Pool
+from rollart.config.routing import AUTO, Phase, Pool
 from rollart.controller.affinity import Orders
 from rollart.launch.local import Placement
 from rollart.protocol import Role

@@ -16,7 +16,7 @@ from urllib.request import getproxies, proxy_bypass
 
 import msgspec
 
-from rollart.config_rewards import IN_PROCESS, LOCAL, Reward
+from rollart.config.rewards import IN_PROCESS, LOCAL, Reward
 from rollart.controller.reward_calls import CONCURRENCY, Backend, CallError, FailureKind
 from rollart.controller.signatures import AlibabaKeys, AwsKeys, sign_alibaba, sign_aws
 from rollart.environments.threads import Threads

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import msgspec
 
-from rollart.config_rewards import OnFailure, Reward
+from rollart.config.rewards import OnFailure, Reward
 from rollart.rewards.payload import Reply, Request
 
 __all__ = ["Backend", "CallError", "Caller", "FailureKind", "Stats"]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Protocol
 
 from rollart.config import Config
-from rollart.config_rewards import OnFailure, Reward, Scope
+from rollart.config.rewards import OnFailure, Reward, Scope
 from rollart.controller.reward_batches import Batches
 from rollart.controller.reward_calls import Backend, Caller, CallError, FailureKind, Stats
 from rollart.controller.reward_groups import GroupCalls, Members

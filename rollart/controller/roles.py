@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from rollart.config_routing import Phase
+from rollart.config.routing import Phase
 from rollart.controller import events
 from rollart.controller.engines import Engines
 from rollart.controller.run_context import RunContext

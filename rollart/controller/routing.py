@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from rollart.config_routing import Phase
+from rollart.config.routing import Phase
 
 __all__ = [
     "DECODING",

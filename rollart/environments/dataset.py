@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from rollart.config_tasks import Dataset
+from rollart.config.tasks import Dataset
 from rollart.environments.splits import EVAL_SHARE, share_of
 from rollart.errors import ConfigError
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from rollart.config import Config
-from rollart.config_rewards import LOCAL, Reward
+from rollart.config.rewards import LOCAL, Reward
 from rollart.errors import RunError
 
 __all__ = ["LocalFunctions", "local_rewards"]

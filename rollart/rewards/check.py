@@ -14,7 +14,7 @@ from importlib.util import find_spec
 import msgspec
 
 from rollart.config import Task
-from rollart.config_rewards import IN_PROCESS, LOCAL
+from rollart.config.rewards import IN_PROCESS, LOCAL
 from rollart.errors import ConfigError
 from rollart.rewards.loading import load_function
 from rollart.serverless import Declaration

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from rollart.config import Config, Schedule
-from rollart.config_rewards import Reward
+from rollart.config.rewards import Reward
 from rollart.launch.local import Placement
 from rollart.simulation.engine import BatchingEngine, EngineCosts
 from rollart.simulation.faults import Fault, FaultKind

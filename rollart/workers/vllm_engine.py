@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollart.config import Inference
-from rollart.config_routing import Pool
+from rollart.config.routing import Pool
 from rollart.errors import ConfigError
 from rollart.packing import pack_floats, pack_ids, unpack_ids
 from rollart.protocol import Generate, Generated, VersionRun

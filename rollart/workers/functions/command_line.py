@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from rollart.config import Task
-from rollart.config_rewards import Reward
+from rollart.config.rewards import Reward
 from rollart.errors import ConfigError
 from rollart.rewards.check import Checked
 from rollart.workers.functions.host import FunctionHost

@@ -18,7 +18,7 @@ from torch import Tensor
 from rollart.algorithms.advantages import Episode, episode_advantages, overlong_penalty, whitened
 from rollart.algorithms.sampling import TaskDistributions
 from rollart.config import Algorithm, MixedVersions
-from rollart.config_algorithm import LossMean
+from rollart.config.algorithm import LossMean
 from rollart.protocol import TrainGroup, TrainSample
 from rollart.workers.megatron.micro_batch import Trajectory
 from rollart.workers.megatron.samples import Refusal, Sample, decode_sample

@@ -21,7 +21,7 @@ from torch import Tensor
 from rollart.algorithms.losses import SamplingDistribution, kl_estimate
 from rollart.algorithms.sampling import TaskDistributions
 from rollart.config import Config, DType, Schedule
-from rollart.config_algorithm import Algorithm, Denominator
+from rollart.config.algorithm import Algorithm, Denominator
 from rollart.workers.megatron import checkpoint
 from rollart.workers.megatron.architecture import Architecture
 from rollart.workers.megatron.batch import Batch, Refusal, Trajectory

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rollart.config_algorithm import Correction
+from rollart.config.algorithm import Correction
 from rollart.workers.megatron.batch import Batch
 from rollart.workers.megatron.micro_batch import Trajectory
 from rollart.workers.megatron.passes import Told

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from rollart.config_section import NonNegativeFloat, PositiveFloat, PositiveInt, Section, Share
+from rollart.config.section import NonNegativeFloat, PositiveFloat, PositiveInt, Section, Share
 
 __all__ = [
     "Advantage",

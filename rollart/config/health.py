@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rollart.config_section import PositiveInt, Section
+from rollart.config.section import PositiveInt, Section
 
 __all__ = ["Health", "Limits"]
 
