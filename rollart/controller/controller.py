@@ -207,7 +207,8 @@ class Controller:
         self._context = RunContext(write=self.events.write, bug=self.fail, began_s=self.events.last_s)
         self.metrics = Metrics(self._context.clock, refusals=self._refusals)
         self.events.listen(self.metrics.listen)
-        self.events.listen(self._on_event)
+        self.events.listen(self._on_quarantined, events.Quarantined)
+        self.events.listen(lambda event: self._restarts.serves(event.worker), events.Swapped)
         self._launcher = self._launch(self._on_exit)
         most = {
             Role.INFERENCE: config.inference.restarts,
@@ -488,11 +489,8 @@ class Controller:
                 )
                 return
 
-    def _on_event(self, event: events.Event) -> None:
-        if isinstance(event, events.Quarantined):
-            self._progress.say(f"task {event.task} is taken out, since its groups fail: {event.error}")
-        elif isinstance(event, events.Swapped):
-            self._restarts.serves(event.worker)
+    def _on_quarantined(self, event: events.Quarantined) -> None:
+        self._progress.say(f"task {event.task} is taken out, since its groups fail: {event.error}")
 
     def _on_exit(self, exit: WorkerExit) -> None:
         """A worker's process ended."""

@@ -12,7 +12,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -315,14 +315,20 @@ class EventLog:
         if not more:
             file.write(HEADER)
         self._listeners: list[Callable[[Event], None]] = []
+        self._listeners_of: dict[type[Event], list[Callable[[Any], None]]] = {}
 
-    def listen(self, listener: Callable[[Event], None]) -> None:
-        """Call ``listener`` with every event from now on."""
-        self._listeners.append(listener)
+    def listen(self, listener: Callable[[Any], None], *kinds: type[Event]) -> None:
+        """Call ``listener`` with every event from now on, or with those of ``kinds`` alone: most are of others."""
+        if not kinds:
+            self._listeners.append(listener)
+        for kind in kinds:
+            self._listeners_of.setdefault(kind, []).append(listener)
 
     def write(self, event: Event) -> None:
         """Record ``event``; it reaches the file by the next ``flush`` at the latest."""
         for listener in self._listeners:
+            listener(event)
+        for listener in self._listeners_of.get(type(event), ()):
             listener(event)
         if self._file is None:
             return
