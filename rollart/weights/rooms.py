@@ -140,9 +140,11 @@ class Rooms:
                     self._end(room)
                     continue
                 try:
-                    self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                    self._folder.mkdir(
+                        mode=0o700, exist_ok=True
+                    )  # no parents: a store that was removed stays so
                     room.move(self._folder / uuid.uuid4().hex)
-                except OSError:  # somebody removed the file
+                except OSError:  # somebody removed the file, or the store
                     self._end(room)
                 else:
                     self._free.append(room)

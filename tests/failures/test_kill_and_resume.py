@@ -51,7 +51,8 @@ def test_a_killed_controllers_run_is_resumed_and_loses_nothing(tmp_path: Path) -
     run.check_events()
     assert [row["step"] for row in run.rows] == list(range(8))
     assert "is at version" in run.output and "resuming at step" in run.output
-    assert all(row["logprob_gap_mean"] < 1e-4 for row in run.rows)
+    gaps = [row["logprob_gap_mean"] for row in run.rows]  # a new trainer has no older weights to verify with
+    assert all(gap is None or gap < 1e-4 for gap in gaps) and gaps[0] is not None
     kept = [event for event in run.events if isinstance(event, events.Resumed)]
     assert len(kept) == 1
     from rollart.controller.configuration import load_config
