@@ -105,6 +105,8 @@ class TrainerWorker(Worker):
         self._compute_thread.shutdown(cancel_futures=True)
         self._store_thread.shutdown(cancel_futures=True)
         self._checkpoint_thread.shutdown(cancel_futures=True)
+        if self.orphaned:  # what was still being written then
+            shutil.rmtree(self.welcome.store_dir, ignore_errors=True)
 
     async def serve(self, message: ToWorker, payload: Sequence[bytes]) -> Message | None:
         """One request of the training part of the protocol."""
