@@ -10,17 +10,16 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from benchmarks.parts.measure import median_s
 from benchmarks.parts.report import Row, figure, heading, write_report
 from rollart.config import Config, Model, Sampling, Task
 from rollart.config import Trainer as TrainerConfig
@@ -82,17 +81,6 @@ def batch_of(lengths: Sequence[int], vocabulary: int, rng: random.Random) -> lis
         TrainGroup(number, "task", samples[number * MEMBERS : (number + 1) * MEMBERS])
         for number in range(GROUPS)
     ]
-
-
-def median_s(step: Callable[[], object], repeats: int) -> float:
-    """The median of a few times, after one that warms up."""
-    step()
-    taken = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        step()
-        taken.append(time.perf_counter() - started)
-    return statistics.median(taken)
 
 
 def ours(folder: Path, groups: Sequence[TrainGroup], threads: int, repeats: int, **layout: Any) -> Row:

@@ -15,11 +15,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.parts.measure import median_s
 from benchmarks.parts.report import Row, figure, heading, write_report
 from benchmarks.parts.weight_pause import measure as measure_pauses
 from benchmarks.parts.weight_pullers import RUN, Pullers, open_store
@@ -52,17 +52,6 @@ def tensors_of(size: int) -> list[NamedBuffer]:
     return [(f"tensor {n}", "bfloat16", (len(part) // 2,), part) for n, part in enumerate(parts)]
 
 
-def seconds(action: Callable[[], object]) -> float:
-    """The median of a few times, after one that warms up."""
-    action()
-    taken = []
-    for _ in range(REPEATS):
-        started = time.perf_counter()
-        action()
-        taken.append(time.perf_counter() - started)
-    return statistics.median(taken)
-
-
 def machine(size: int) -> Row:
     """What the machine does with ``size`` bytes: a copy, copies into and out of shared memory with the checksum,
     a TCP connection; in seconds."""
@@ -79,9 +68,9 @@ def machine(size: int) -> Row:
             checksum_of(memoryview(target))
 
         return {
-            "memcpy_s": seconds(lambda: np.copyto(target, source)),
-            "two_copies_s": seconds(two_copies),
-            "tcp_s": seconds(lambda: _over_tcp(source, target)),
+            "memcpy_s": median_s(lambda: np.copyto(target, source), REPEATS),
+            "two_copies_s": median_s(two_copies, REPEATS),
+            "tcp_s": median_s(lambda: _over_tcp(source, target), REPEATS),
         }
 
 

@@ -6,13 +6,14 @@ import asyncio
 import os
 import platform
 import resource
+import statistics
 import subprocess
 import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-__all__ = ["measure_turns", "percentile", "provenance", "resident_bytes"]
+__all__ = ["measure_turns", "median_s", "percentile", "provenance", "resident_bytes"]
 
 PAGE_BYTES = resource.getpagesize()
 LAG_EVERY_S = 0.002
@@ -28,6 +29,17 @@ def percentile(values: list[float], share: float) -> float:
     """The value below which ``share`` of ``values`` lie; 0 of none."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+
+
+def median_s(step: Callable[[], object], repeats: int) -> float:
+    """The median of a few times, after one that warms up."""
+    step()
+    taken = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        step()
+        taken.append(time.perf_counter() - started)
+    return statistics.median(taken)
 
 
 class Lag:

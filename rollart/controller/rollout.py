@@ -188,9 +188,10 @@ class Rollout:
             return
         before = len(self.buffer.groups)
         orders = self.buffer.admit(GROUPS_AT_ONCE)
-        self._tell_drawn(list(self.buffer.groups.values())[before:])
+        opened = len(self.buffer.groups) - before
+        self._tell_drawn(opened)
         self._carry_out(orders)
-        if len(self.buffer.groups) - before == GROUPS_AT_ONCE and not self._admit_soon:
+        if opened == GROUPS_AT_ONCE and not self._admit_soon:
             self._admit_soon = True
             asyncio.get_running_loop().call_soon(self._admit_more)
         elif warm := self._config.environments.warm_groups:
@@ -202,10 +203,12 @@ class Rollout:
             ]
             self.manager.warm.prepare(coming, rollout.group_size + rollout.redundant_members)
 
-    def _tell_drawn(self, groups: list[Group]) -> None:
-        if groups and self._journal.keeps:
-            drawn = [OpenGroup(group.id, group.task, group.seed) for group in groups]
-            self._journal.write(Drew(drawn, self.source.state()))
+    def _tell_drawn(self, count: int) -> None:
+        """Of the ``count`` groups opened last."""
+        if count and self._journal.keeps:
+            last = itertools.islice(reversed(self.buffer.groups.values()), count)
+            drawn = [OpenGroup(group.id, group.task, group.seed) for group in last]
+            self._journal.write(Drew(drawn[::-1], self.source.state()))
 
     def _admit_more(self) -> None:
         self._admit_soon = False
@@ -214,7 +217,7 @@ class Rollout:
     def _offer_batch(self) -> None:
         if self._batch_wanted is None or self._batch_wanted.done():
             return
-        if self._group_closed is not None and not self._group_closed.done():
+        if self._group_closed is not None and not self._group_closed.done() and self.buffer.has_unstreamed:
             self._group_closed.set_result(None)
         groups = self.buffer.take_batch()
         if groups is not None:

@@ -300,6 +300,11 @@ class SampleBuffer:
         by_age = sorted(self.complete.values(), key=lambda entry: entry[:2])
         return [group for version, _, group in by_age if version >= lowest]
 
+    @property
+    def has_unstreamed(self) -> bool:
+        """``stream`` may have something to give."""
+        return not self.versions.busy and len(self.complete) > len(self.streamed)
+
     def stream(self) -> list[Group]:
         """Complete groups that the next batch will have, and that were not given yet; none while one is in training.
 

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from rollart.weights.mapped import MappedWeights, checksum_of, open_weights
-from rollart.weights.rooms import Room, Rooms
+from rollart.weights.rooms import Room, Rooms, power_of_two, whole_pages
 from rollart.weights.store import Bucket, DamagedWeights, Delta, Manifest, Superseded
 
 __all__ = ["Fetch", "Pulled", "address_of"]
 
 PORTION_BYTES = 64 << 20
-PAGE_BYTES = 4096
 Get = Callable[[Sequence[str], Sequence[int], Sequence[int]], None]
 """Brings the named bytes of the store to addresses, of given sizes."""
 Piece = TypeVar("Piece")
@@ -78,7 +77,7 @@ class Fetch:
         whole, changed, ready = [], [], []
         for bucket in self.manifest.buckets:
             bases = [bucket.checksum] + ([bucket.delta.base] if bucket.delta else [])
-            capacity = max(PAGE_BYTES, -(-bucket.size // PAGE_BYTES) * PAGE_BYTES)
+            capacity = whole_pages(bucket.size)
             room = self._all.take(self._folder / bucket.name, capacity, holding=bases)
             self.rooms.append(room)
             base = room.holds if room.holds in bases and room.size == bucket.size else None
@@ -103,7 +102,7 @@ class Fetch:
         if not changed:
             return []
         total = sum(delta.size for _, _, delta in changed)
-        room = self._all.take(self._folder / "changes", max(PAGE_BYTES, 1 << (total - 1).bit_length()))
+        room = self._all.take(self._folder / "changes", power_of_two(total))
         self.rooms.append(room)
         room.holds = None
         room.grow(total)

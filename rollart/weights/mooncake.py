@@ -27,7 +27,7 @@ import msgspec
 from rollart.weights.fetch import Fetch, Pulled, address_of
 from rollart.weights.local import BUCKET_BYTES
 from rollart.weights.packer import pack
-from rollart.weights.rooms import Room, Rooms
+from rollart.weights.rooms import Room, Rooms, power_of_two
 from rollart.weights.store import (
     DTYPE_BYTES,
     FORMAT,
@@ -163,7 +163,7 @@ class MooncakeStore:
                 stored.append(bucket)
         if not total:
             return stored, []
-        changes = self._rooms.take(path, _power_of_two(total))
+        changes = self._rooms.take(path, power_of_two(total))
         changes.holds = None
         changes.grow(total)
         changes.view[:total] = b"".join(encoded)
@@ -339,11 +339,6 @@ class MooncakeStore:
 
     def _unregister(self, room: Room) -> None:
         self._client.unregister_buffer(address_of(room))
-
-
-def _power_of_two(size: int) -> int:
-    """The next one, at least a page: rooms for changes are used again though no two have the same size."""
-    return max(4096, 1 << (size - 1).bit_length())
 
 
 def _connect(master: str, host: str, protocol: str) -> MooncakeDistributedStore:

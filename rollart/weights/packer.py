@@ -7,7 +7,7 @@ from pathlib import Path
 
 import xxhash
 
-from rollart.weights.rooms import Room, Rooms
+from rollart.weights.rooms import Room, Rooms, whole_pages
 from rollart.weights.store import ALIGNMENT, Bucket, NamedBuffer, StoreError, Tensor, tensor_bytes
 
 __all__ = ["pack"]
@@ -15,7 +15,6 @@ __all__ = ["pack"]
 BLOCK_BYTES = 32 << 20
 """Copied at once: so large that the copy goes around the processor's cache, which is twice as fast, and so small that
 other threads wait for it 2 ms."""
-PAGE_BYTES = 4096
 Packed = tuple[list[Room], list[Bucket], list[Tensor]]
 
 
@@ -69,7 +68,7 @@ class _Packer:
 
     def _begin(self, first_bytes: int) -> None:
         path = self._folder / f"{self._prefix}-{len(self.buckets):05d}"
-        capacity = max(self._limit, -(-first_bytes // PAGE_BYTES) * PAGE_BYTES)
+        capacity = max(self._limit, whole_pages(first_bytes))
         room = self._all.take(path, capacity)
         room.holds = None
         self.rooms.append(room)

@@ -17,7 +17,19 @@ import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-__all__ = ["Room", "Rooms", "read_lock"]
+__all__ = ["Room", "Rooms", "power_of_two", "read_lock", "whole_pages"]
+
+PAGE_BYTES = 4096
+
+
+def whole_pages(size: int) -> int:
+    """``size`` bytes, rounded up to pages; at least one."""
+    return max(PAGE_BYTES, -(-size // PAGE_BYTES) * PAGE_BYTES)
+
+
+def power_of_two(size: int) -> int:
+    """The next one, at least a page: rooms for changes are used again though no two have the same size."""
+    return max(PAGE_BYTES, 1 << (size - 1).bit_length())
 
 
 class Room:

@@ -10,6 +10,7 @@ import asyncio
 import importlib
 import logging
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -26,6 +27,8 @@ ROLES = {
     "trainer": "rollart.workers.trainer:TrainerWorker",
     "environment": "rollart.workers.environment:EnvironmentWorker",
 }
+ORPHAN_LOOKS = 20
+ORPHAN_LOOK_S = 0.05
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -86,9 +89,29 @@ def _run_environments(worker: Worker) -> int:
 
 async def _run(worker: Worker) -> int:
     loop = asyncio.get_running_loop()
+    signalled = asyncio.Event()
+
+    def end(name: str) -> None:
+        signalled.set()
+        worker.end(f"signal {name}")
+
     for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, worker.end, f"signal {signum.name}")
-    return await worker.run()
+        loop.add_signal_handler(signum, end, signum.name)
+    code = await worker.run()
+    if signalled.is_set() and not worker.ordered:
+        await _see_whether_orphaned(worker)
+    if worker.orphaned and hasattr(worker, "welcome"):
+        # Nobody else is left to remove what lies in shared memory, and the last worker to end leaves none of it.
+        shutil.rmtree(worker.welcome.store_dir, ignore_errors=True)
+    return code
+
+
+async def _see_whether_orphaned(worker: Worker) -> None:
+    """The kernel sends the signal of a parent's end before the child has another parent."""
+    for _ in range(ORPHAN_LOOKS):
+        if worker.orphaned:
+            return
+        await asyncio.sleep(ORPHAN_LOOK_S)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import enum
 import logging
-import shutil
 import threading
 import time
 import zlib
@@ -171,8 +170,6 @@ class InferenceWorker(Worker):
             if self._pulling:  # a thread may be in the middle of a transfer
                 await asyncio.wait(self._pulling, timeout=PULL_END_S)
             await asyncio.to_thread(self._store.close)
-            if self.orphaned:  # the last worker to end leaves nothing in shared memory
-                shutil.rmtree(self.welcome.store_dir, ignore_errors=True)
 
     async def _watch(self, engine: VllmEngine) -> None:
         """End the worker when its engine's process dies, also while no request would notice."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -94,8 +93,6 @@ class TrainerWorker(Worker):
             return
         if hasattr(self, "_watching"):
             self._watching.cancel()
-        if self.orphaned:  # nobody else is left to remove what lies in shared memory
-            shutil.rmtree(self.welcome.store_dir, ignore_errors=True)
         for publication in self._publications.values():
             publication.cancel()
         if hasattr(self, "_trainer"):
@@ -105,8 +102,6 @@ class TrainerWorker(Worker):
         self._compute_thread.shutdown(cancel_futures=True)
         self._store_thread.shutdown(cancel_futures=True)
         self._checkpoint_thread.shutdown(cancel_futures=True)
-        if self.orphaned:  # what was still being written then
-            shutil.rmtree(self.welcome.store_dir, ignore_errors=True)
 
     async def serve(self, message: ToWorker, payload: Sequence[bytes]) -> Message | None:
         """One request of the training part of the protocol."""

@@ -123,6 +123,11 @@ class Worker:
         return self._exit_code
 
     @property
+    def ordered(self) -> bool:
+        """The controller told it to end."""
+        return self._ordered
+
+    @property
     def orphaned(self) -> bool:
         """It ends without the controller's order, and the controller is gone."""
         return not self._ordered and (self._forsaken or os.getppid() != self._parent)
