@@ -13,6 +13,7 @@ from typing import TextIO
 
 from rollart.config import Config, StoreKind
 from rollart.controller.controller import Controller, Outcome
+from rollart.controller.loop_watch import LoopWatch
 from rollart.controller.progress import Progress
 from rollart.controller.run_folder import RunFolder
 from rollart.controller.transport import ZmqTransport
@@ -51,14 +52,19 @@ async def run_locally(
             write_model_folder(config.model.random, folder.model)
         transport = ZmqTransport()
         transport.peer_file.write(folder.key_file)
+        progress = Progress(stream, config.steps)
         with _logging_to(folder):
-            async with _store_master(config, folder) as store_master, _functions(config, folder) as functions:
+            async with (
+                LoopWatch(progress.say) as watch,
+                _store_master(config, folder) as store_master,
+                _functions(config, folder) as functions,
+            ):
                 controller = Controller(
                     config,
                     folder,
                     transport,
                     launch=_launch_in(folder, launcher),
-                    progress=Progress(stream, config.steps),
+                    progress=progress,
                     vocabulary_size=vocabulary_size(
                         Path(config.model.path) if config.model.path else folder.model
                     ),
@@ -66,6 +72,7 @@ async def run_locally(
                     clusters=clusters,
                     functions=functions,
                     resume=resume,
+                    loop_lag=watch.take_lag,
                 )
                 with _signals(controller.interrupt):
                     return await controller.run()

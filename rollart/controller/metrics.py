@@ -27,12 +27,20 @@ Row = dict[str, float | int | str | None]
 class Metrics:
     """Counters over the current step, and the live trajectories by state."""
 
-    def __init__(self, clock: Callable[[], float], *, refusals: Callable[[], Mapping[str, int]]) -> None:
-        """``refusals()`` is what was refused since the run began, by name."""
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        *,
+        refusals: Callable[[], Mapping[str, int]],
+        loop_lag: Callable[[], float] | None = None,
+    ) -> None:
+        """``refusals()`` is what was refused since the run began, by name; ``loop_lag()`` how late the event loop was
+        at most since it was asked last."""
         self.live: Counter[str] = Counter()
         """Trajectories in each state that is no end, of training and evaluation."""
         self._clock = clock
         self._refusals = refusals
+        self._loop_lag = loop_lag
         self._told: Counter[str] = Counter()
         self._step: Counter[str] = Counter()
         self._turns: Counter[str] = Counter()
@@ -116,6 +124,8 @@ class Metrics:
             row["weight_pause_seconds"] = round(max(s.suspend_s + s.update_s + s.resume_s for s in swaps), 4)
             row["canary_gap_max"] = max(s.canary_gap for s in swaps)
         row.update(_weights_row(pulls))
+        if self._loop_lag is not None:
+            row["loop_lag_max_seconds"] = round(self._loop_lag(), 4)
         return row
 
     def take_refusals(self) -> Row:
