@@ -13,6 +13,7 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -31,6 +32,8 @@ MARK = "ROLLART_WORKER"
 PR_SET_CHILD_SUBREAPER = 36
 PROC = Path("/proc")
 PAGE = os.sysconf("SC_PAGE_SIZE")
+TRACKER = b"from multiprocessing.resource_tracker import main"
+TRACKER_LOOKS, TRACKER_LOOK_S = 50, 0.02
 
 
 def adopt_orphans() -> None:
@@ -66,13 +69,26 @@ def end_all() -> None:
 
 
 def end_marked(mark: str) -> None:
-    """Kill every process of this user whose environment has ``mark`` (``NAME=value``), but for this one."""
+    """Kill every process of this user whose environment has ``mark`` (``NAME=value``), but for this one.
+
+    Python's resource trackers come last: a tracker ends by itself when the processes have that it serves, and removes
+    what those left in shared memory.
+    """
     wanted = mark.encode()
+
+    def marked() -> list[int]:
+        return [pid for pid in _pids() if pid != os.getpid() and wanted in _environment(pid)]
+
     for _ in range(8):
-        doomed = [pid for pid in _pids() if pid != os.getpid() and wanted in _environment(pid)]
+        doomed = [pid for pid in marked() if not _is_tracker(pid)]
         if not doomed:
-            return
+            break
         _end(doomed)
+    for _ in range(TRACKER_LOOKS):
+        if not marked():
+            return
+        time.sleep(TRACKER_LOOK_S)
+    _end(marked())
 
 
 def tree_usage(root: int) -> tuple[int, int]:
@@ -100,6 +116,13 @@ def _below(roots: Iterable[int], children: dict[int, frozenset[int]]) -> list[in
     for pid in found:  # it grows meanwhile
         found += children.get(pid, frozenset())
     return found
+
+
+def _is_tracker(pid: int) -> bool:
+    try:
+        return TRACKER in (PROC / str(pid) / "cmdline").read_bytes()
+    except OSError:  # it has ended
+        return False
 
 
 def _pids() -> list[int]:

@@ -78,6 +78,31 @@ async def test_stopping_reaps_a_worker_and_all_it_started(
     assert await gone(child, 5)
 
 
+async def test_a_killed_worker_leaves_no_semaphore(
+    launcher: tuple[LocalLauncher, list[WorkerExit]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python's resource tracker removes it, if it lives to see the worker's end."""
+    launch, exits = launcher
+    holder = tmp_path / "holder.py"
+    holder.write_text(
+        "import multiprocessing, pathlib, time\n"
+        "lock = multiprocessing.get_context('spawn').Lock()\n"
+        f"pathlib.Path({str(tmp_path / 'name')!r}).write_text(lock._semlock.name)\n"
+        "time.sleep(600)\n"
+    )
+    monkeypatch.setattr(sys, "executable", str(_python_that_runs(tmp_path, holder)))
+    await launch.start(Placement("environment-0", "environment", "CPU"))
+    while not (tmp_path / "name").exists() or not (tmp_path / "name").read_text():
+        await asyncio.sleep(0.02)
+    semaphore = Path(f"/dev/shm/sem.{(tmp_path / 'name').read_text().removeprefix('/')}")
+    assert semaphore.exists()
+    launch.end("environment-0")
+    async with asyncio.timeout(10):
+        while not exits:
+            await asyncio.sleep(0.02)
+    assert not semaphore.exists()
+
+
 def _python_that_runs(folder: Path, script: Path) -> Path:
     """An interpreter that runs ``script`` whatever it is asked to run."""
     path = folder / "python"

@@ -112,32 +112,34 @@ class LocalLauncher:
         for signum, patience_s in ((None, grace_s), (signal.SIGTERM, grace_s / 2), (signal.SIGKILL, 5.0)):
             if not self._watchers:
                 return
-            if signum is not None:
-                self._signal_all(signum)
+            if signum is signal.SIGKILL:
+                self.kill()
+            elif signum is not None:
+                for process in self._processes.values():
+                    _signal_group(process.pid, signum)
             await asyncio.wait(set(self._watchers), timeout=patience_s)
 
     def kill(self) -> None:
         """End all workers at once."""
-        self._signal_all(signal.SIGKILL)
+        for name in self._processes:
+            self.end(name)
 
     def end(self, name: str) -> None:
         """End one worker at once, if it is one of these and lives."""
         process = self._processes.get(name)
         if process is not None:
-            _signal_group(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)  # what it started is ended by whoever sees its end
 
     def tail(self, name: str) -> str:
         """The last lines of a worker's log, and the first error in it."""
         return _tail(self._log_dir / f"{name}.log")
 
-    def _signal_all(self, signum: signal.Signals) -> None:
-        for process in self._processes.values():
-            _signal_group(process.pid, signum)
-
     async def _watch(self, placement: Placement, process: asyncio.subprocess.Process) -> None:
         code = await process.wait()
-        _signal_group(process.pid, signal.SIGKILL)  # whatever it started and left behind
-        end_marked(f"{MARK}={self._mark_of(placement)}")  # what left its group as well
+        # Whatever it started and left behind, also what left its group.
+        await asyncio.to_thread(end_marked, f"{MARK}={self._mark_of(placement)}")
+        _signal_group(process.pid, signal.SIGKILL)  # where there is no /proc
         del self._processes[placement.name]
         self._on_exit(WorkerExit(placement, code))
 
