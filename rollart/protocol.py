@@ -43,6 +43,7 @@ __all__ = [
     "Play",
     "Played",
     "Progress",
+    "PruneCheckpoints",
     "Publish",
     "Published",
     "Pull",
@@ -77,7 +78,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 class Role(enum.StrEnum):
@@ -506,9 +507,20 @@ class Collect(Message):
 
 
 class SaveCheckpoint(Message):
-    """Write a checkpoint into ``path``, atomically; when it is durably there, remove the oldest ones beside it.
+    """Write a checkpoint into ``path``, atomically; what was left there of another state is replaced.
 
-    It has the state of when the request came: later requests are served while it is written.
+    It has the state of when the request came: later requests are served while it is written.  Answer: ``Done``, when
+    it is durably there.
+    """
+
+    seq: int
+    path: str
+    score: float | None = None
+    """How good the weights are, as far as it is known."""
+
+
+class PruneCheckpoints(Message):
+    """Remove the oldest checkpoints beside ``path``: nothing needs them, for it is known that ``path`` is there.
 
     The names of checkpoints in a folder sort by age.  Answer: ``Done``.
     """
@@ -519,8 +531,6 @@ class SaveCheckpoint(Message):
     """Of those up to this one, so many stay; newer ones are left alone."""
     keep_best: bool = False
     """Besides them the one with the highest score stays."""
-    score: float | None = None
-    """How good the weights are, as far as it is known."""
 
 
 class Export(Message):
@@ -583,6 +593,7 @@ ToWorker = (
     | Publish
     | Collect
     | SaveCheckpoint
+    | PruneCheckpoints
     | Export
     | Release
     | Execute

@@ -35,6 +35,7 @@ from rollart.protocol import (
     Message,
     Observation,
     Progress,
+    PruneCheckpoints,
     Publish,
     Published,
     Pull,
@@ -97,7 +98,9 @@ class Script:
         self.skip: Callable[[int], str] = lambda step: ""
         self.places = 1000
         self.batches: list[list[TrainGroup]] = []
-        self.saved: list[tuple[str, int]] = []
+        self.saved: list[str] = []
+        self.pruned: list[tuple[str, int]] = []
+        """Up to which checkpoint, and how many stay."""
         """Checkpoints: the name, and how many shall stay."""
         self.lose_after: dict[str, int] = {}
         """Workers that end in the middle of an answer, when they have reported so many tokens of it."""
@@ -221,9 +224,12 @@ class ScriptedTrainer(Worker):
                 return Published(seq, version, f"v{version}", scores, 8, 0.0)
             case Collect(seq=seq) | Export(seq=seq):
                 return Done(seq)
-            case SaveCheckpoint(seq=seq, path=path, keep=keep):
+            case SaveCheckpoint(seq=seq, path=path):
                 Path(path).mkdir()
-                self.script.saved.append((Path(path).name, keep))
+                self.script.saved.append(Path(path).name)
+                return Done(seq)
+            case PruneCheckpoints(seq=seq, path=path, keep=keep):
+                self.script.pruned.append((Path(path).name, keep))
                 return Done(seq)
         raise Deterministic(f"unknown request {message}")
 

@@ -440,7 +440,8 @@ async def test_checkpoints_are_written_and_cleared_by_the_trainer(tmp_path: Path
     trainer = {"checkpoint_every": 2, "keep_checkpoints": keep}
     run = ScriptedRun(config_of(steps=5, trainer=trainer), script, tmp_path / "run")
     assert await run.controller.run() is Outcome.SUCCESS
-    assert script.saved == [(f"step-{step:06}", keep or 2) for step in (2, 4, 5)]
+    assert script.saved == [f"step-{step:06}" for step in (2, 4, 5)]
+    assert script.pruned == [(name, keep or 2) for name in script.saved]
 
 
 async def test_an_answer_goes_on_elsewhere_from_the_tokens_that_its_lost_worker_had_reported(

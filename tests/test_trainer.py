@@ -648,6 +648,10 @@ def test_a_checkpoint_is_never_overwritten_by_another(make: Make, folder: Path, 
     step(trainer, make_groups(reference_model(folder), make_config()))
     with pytest.raises(FileExistsError, match="there already"):
         trainer.save_checkpoint(tmp_path / "checkpoint")
+    trainer.make_way(tmp_path / "checkpoint")
+    trainer.save_checkpoint(tmp_path / "checkpoint")
+    trainer.make_way(tmp_path / "checkpoint")
+    assert [each.name for each in tmp_path.iterdir()] == ["checkpoint"], "the same state stays"
 
 
 def test_older_checkpoints_go_and_nothing_else_does(tmp_path: Path) -> None:
@@ -687,7 +691,8 @@ def test_the_best_checkpoint_stays(make: Make, tmp_path: Path) -> None:
     for number, score in enumerate([0.1, 0.7, None, 0.3, 0.2]):
         path = tmp_path / f"step-{number}"
         trainer.begin_checkpoint(path, score=score)()
-        trainer.finish_checkpoint(path, keep=2, keep_best=True)
+        trainer.finish_checkpoint(path)
+        trainer.prune_checkpoints(path, 2, keep_best=True)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["step-1", "step-3", "step-4"]
 
 

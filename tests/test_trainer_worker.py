@@ -31,6 +31,7 @@ from rollart.protocol import (
     Goodbye,
     Hello,
     Message,
+    PruneCheckpoints,
     Publish,
     Published,
     Ready,
@@ -199,11 +200,13 @@ def test_train_publish_checkpoint_export_and_collect(controller: Controller, mod
     assert controller.ask(Done, Collect(9, 1)) == Done(9)
     assert {each.name.partition("-")[0] for each in (folder / "store").glob("v*")} == {"v1"}
     for seq in (10, 11):
-        assert controller.ask(Done, SaveCheckpoint(seq, str(folder / "checkpoint"), 1)) == Done(seq)
+        assert controller.ask(Done, SaveCheckpoint(seq, str(folder / "checkpoint"))) == Done(seq)
     assert (folder / "checkpoint" / "rollart.json").is_file()
     for seq in (20, 21, 22):
         path = folder / "checkpoints" / f"step-{seq:06}"
-        assert controller.ask(Done, SaveCheckpoint(seq, str(path), 2)) == Done(seq)
+        assert controller.ask(Done, SaveCheckpoint(seq, str(path))) == Done(seq)
+        prune = PruneCheckpoints(seq + 10, str(path), 2)
+        assert controller.ask(Done, prune) == Done(seq + 10)
     assert sorted(each.name for each in path.parent.iterdir()) == ["step-000021", "step-000022"]
     assert controller.ask(Failure, Export(12, str(folder / "export"))).kind is FailureKind.DETERMINISTIC
     assert controller.beats
@@ -266,7 +269,7 @@ def test_two_processes_train_and_publish_and_none_outlives_the_first(pair: Contr
     assert unpack_floats(published.canary_logprobs) == pytest.approx(
         canary_of(pair.folder / "export"), abs=1e-4
     )
-    assert pair.ask(Done, SaveCheckpoint(5, str(pair.folder / "checkpoint"), 1)) == Done(5)
+    assert pair.ask(Done, SaveCheckpoint(5, str(pair.folder / "checkpoint"))) == Done(5)
     (other,) = children_of(pair.process.pid)
     pair.process.kill()
     wait_for_end(other)

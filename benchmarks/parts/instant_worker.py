@@ -35,6 +35,7 @@ from rollart.protocol import (
     Hello,
     Message,
     Observation,
+    PruneCheckpoints,
     Publish,
     Published,
     Pull,
@@ -164,7 +165,9 @@ class InstantWorker:
             case Resume(seq=seq):
                 self._held = False
                 return Done(seq)
-            case TrainPart(seq=seq) | Collect(seq=seq) | Export(seq=seq) | SaveCheckpoint(seq=seq):
+            case TrainPart(seq=seq) | Collect(seq=seq) | Export(seq=seq):
+                return Done(seq)
+            case SaveCheckpoint(seq=seq) | PruneCheckpoints(seq=seq):
                 return Done(seq)
             case Pull(seq=seq):
                 return Pulled(seq, 0)

@@ -119,12 +119,14 @@ class Controller:
         unix_time: Callable[[], float] = time.time,
         clusters: Sequence[Cluster] = (),
         resume: bool = False,
+        loop_lag: Callable[[], float] | None = None,
     ) -> None:
         """``folder`` is created; ``launch(on_exit)`` makes the launcher of the workers; ``vocabulary_size``
         is the model's; ``rewards`` scores trajectories, by default as the tasks' ``reward`` sections say;
         ``store_master`` is the Mooncake master's address, where weights travel through one; ``functions`` is
         the function host, where a reward is ``local``; ``clusters`` are bound to the run's workers when those
-        serve; ``resume``: the run in ``folder`` goes on, from its journal."""
+        serve; ``resume``: the run in ``folder`` goes on, from its journal;
+        ``loop_lag`` is ``LoopWatch.take_lag``, for the metrics."""
         self.config = config
         self.folder = folder
         self.model_dir = Path(config.model.path).absolute() if config.model.path else folder.model
@@ -144,6 +146,7 @@ class Controller:
         self._unix_time = unix_time
         self._clusters = clusters
         self._resume = resume
+        self._loop_lag = loop_lag
         self.events = events.EventLog(folder.open_events(more=resume), more=resume)
         self.journal = Journal(folder.journal, before_batch=self.events.flush)
         self.versions = Versions()
@@ -205,7 +208,7 @@ class Controller:
         self._end = loop.create_future()
         self._joined = asyncio.Event()
         self._context = RunContext(write=self.events.write, bug=self.fail, began_s=self.events.last_s)
-        self.metrics = Metrics(self._context.clock, refusals=self._refusals)
+        self.metrics = Metrics(self._context.clock, refusals=self._refusals, loop_lag=self._loop_lag)
         self.events.listen(self.metrics.listen)
         self.events.listen(self._on_quarantined, events.Quarantined)
         self.events.listen(lambda event: self._restarts.serves(event.worker), events.Swapped)
@@ -431,11 +434,19 @@ class Controller:
         if link.role is Role.ENVIRONMENT:
             self.rollout.manager.workers_changed()
 
+    @property
+    def _starts_anew(self) -> bool:
+        """A worker that dies now dies of a mistake in the config, mostly: with it, another one would die as well.
+
+        What is resumed has run before.
+        """
+        return self.loop is None and not self._resume
+
     def _on_loss(self, link: Link, reason: str) -> None:
         if self._end.done():
             return
         logger.warning("worker %s is gone: %s", link.name, reason)
-        if self.loop is None:
+        if self._starts_anew:
             self._losses.fatal(link.name, f"{link.name} is lost while the run starts: {reason}")
         else:
             self._progress.say(f"{link.role} worker {link.name} is lost: {reason}")
@@ -497,12 +508,12 @@ class Controller:
         if self._end.done():
             return
         self._losses.exited(exit)
-        if self.loop is not None:
+        if not self._starts_anew:
             self._restarts.ended(exit.placement, str(exit))
         link = self.switchboard.links.get(exit.placement.name)
         if link is not None:
             self.switchboard.lose_soon(link, str(exit))
-        elif self.loop is None:
+        elif self._starts_anew:
             self._losses.fatal(exit.placement.name, str(exit))
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

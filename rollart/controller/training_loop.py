@@ -35,6 +35,7 @@ from rollart.protocol import (
     Done,
     Export,
     Message,
+    PruneCheckpoints,
     SaveCheckpoint,
     Trained,
     TrainGroup,
@@ -356,16 +357,20 @@ class TrainingLoop:
                 self._file.write(row)
             raise
         self._journal.finish()
+        await self._call(lambda seq: self._prune(seq, self._checkpoint_path), Done)
 
     async def save(self) -> None:
-        """Have the trainer write a checkpoint and let go of the oldest; it is there when this returns."""
+        """Have the trainer write a checkpoint; it is there when this returns."""
         await self._saved()
         await self._call(self._checkpoint, Done)
 
     def _checkpoint(self, seq: int) -> SaveCheckpoint:
+        return SaveCheckpoint(seq, self._checkpoint_path, self._score)
+
+    def _prune(self, seq: int, path: str) -> PruneCheckpoints:
+        """Only when the journal doesn't name an older one any more."""
         options = self._config.trainer
-        keep = options.keep_checkpoints or KEEP_CHECKPOINTS
-        return SaveCheckpoint(seq, self._checkpoint_path, keep, options.keep_best, self._score)
+        return PruneCheckpoints(seq, path, options.keep_checkpoints or KEEP_CHECKPOINTS, options.keep_best)
 
     @property
     def _checkpoint_path(self) -> str:
@@ -396,6 +401,11 @@ class TrainingLoop:
             return
         self._journal.checkpointed(request.path, step, version)
         self._saved_bytes = self._journal.size_bytes
+        prune = self._prune(self._switchboard.next_seq(), request.path)
+        try:
+            await self._switchboard.call(link, prune, Done, timeout_s=timeout_s)
+        except CallError as error:  # the next one's removes these too
+            logger.warning("older checkpoints than that of step %d may be left: %s", step, error)
 
     async def _saved(self) -> None:
         """Until no checkpoint is on its way."""
@@ -411,8 +421,9 @@ class TrainingLoop:
                 await self._call(lambda seq: Export(seq, str(self._folder.weights)), Done)
                 if quiet:
                     await self.save()
-            if quiet and self.doing != "finishing":
-                self._journal.checkpointed(self._checkpoint_path, step, version)
+                    if self.doing != "finishing":
+                        self._journal.checkpointed(self._checkpoint_path, step, version)
+                    await self._call(lambda seq: self._prune(seq, self._checkpoint_path), Done)
         except (RunError, TimeoutError) as error:
             return f"the weights could not be saved: {str(error) or 'the trainer is busy'}"
         return f"saved the weights after {self._step} train_steps"

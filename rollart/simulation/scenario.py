@@ -173,7 +173,7 @@ def _config(rng: random.Random) -> Config:
             "mixed_versions": rng.choice(["correct", "mask", "drop"]),
             "filter_groups": rng.random() < 0.2,
         },
-        "trainer": {"checkpoint_every": rng.choice([0, 0, 2]), "step_timeout_s": 300.0},
+        "trainer": _trainer(rng.choice([0, 0, 2])),
         "inference": {
             "workers": rng.randint(1, 3),
             "max_model_len": rng.choice([128, 256]),
@@ -197,6 +197,12 @@ def _config(rng: random.Random) -> Config:
     if raw["seed"] % 5 == 0:
         raw["tasks"][0]["episode_timeout_s"] = 20.0
     return msgspec.convert(raw, Config)
+
+
+def _trainer(checkpoint_every: int) -> dict[str, Any]:
+    """Only one checkpoint stays: the harshest."""
+    keep = {"keep_checkpoints": 1} if checkpoint_every else {}
+    return {"checkpoint_every": checkpoint_every, "step_timeout_s": 300.0, **keep}
 
 
 def _with_rewards(config: Config, rng: random.Random) -> Config:

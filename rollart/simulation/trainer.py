@@ -20,6 +20,7 @@ from rollart.protocol import (
     LoadCheckpoint,
     Loaded,
     Message,
+    PruneCheckpoints,
     Publish,
     Published,
     Ready,
@@ -112,6 +113,10 @@ class SimTrainer(Worker):
                     saved = self._version, self._lineage
                 await asyncio.sleep(timings.save_s * slow)
                 self._world.checkpoints[path] = saved
+                return Done(seq)
+            case PruneCheckpoints(seq=seq, path=path, keep=keep):
+                for older in sorted(each for each in self._world.checkpoints if each <= path)[:-keep]:
+                    del self._world.checkpoints[older]
                 return Done(seq)
             case Export(seq=seq):
                 async with self._in_turn:

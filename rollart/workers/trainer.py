@@ -26,6 +26,7 @@ from rollart.protocol import (
     LoadCheckpoint,
     Loaded,
     Message,
+    PruneCheckpoints,
     Publish,
     Published,
     Ready,
@@ -126,6 +127,12 @@ class TrainerWorker(Worker):
             case SaveCheckpoint():
                 await self._save(message)
                 return Done(message.seq)
+            case PruneCheckpoints(seq=seq, path=path, keep=keep, keep_best=keep_best):
+                loop, prune = asyncio.get_running_loop(), self._trainer.prune_checkpoints
+                await loop.run_in_executor(
+                    self._checkpoint_thread, lambda: prune(Path(path), keep, keep_best=keep_best)
+                )
+                return Done(seq)
             case Export(seq=seq, path=path):
                 await self._compute(lambda: self._trainer.export(Path(path)))
                 return Done(seq)
@@ -176,12 +183,11 @@ class TrainerWorker(Worker):
         """Training goes on while the files are written, from a copy."""
         path, trainer = Path(message.path), self._trainer
         async with self._saving:
+            await self._compute(lambda: trainer.make_way(path))
             write = await self._compute(lambda: trainer.begin_checkpoint(path, score=message.score))
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(self._checkpoint_thread, write)
-            await self._compute(
-                lambda: trainer.finish_checkpoint(path, keep=message.keep, keep_best=message.keep_best)
-            )
+            await self._compute(lambda: trainer.finish_checkpoint(path))
 
     def _keep_batch(self, step_id: int, frames: Sequence[bytes]) -> None:
         path = batch_path(self.welcome.run_dir, step_id)

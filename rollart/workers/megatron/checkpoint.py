@@ -29,7 +29,17 @@ from rollart.workers.megatron.model import LanguageModel
 from rollart.workers.megatron.optimizer import Optimizer
 from rollart.workers.megatron.parallel import Ranks
 
-__all__ = ["FORMAT", "CheckpointError", "Record", "Writing", "load", "read_record", "remove_older"]
+__all__ = [
+    "FORMAT",
+    "CheckpointError",
+    "Record",
+    "Writing",
+    "is_one",
+    "load",
+    "read_record",
+    "remove",
+    "remove_older",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -140,14 +150,24 @@ def _copied(bucket: Any) -> Any:
     return file, key, (raw, [(item, tensor.detach().clone()) for item, tensor in tensors])
 
 
+def is_one(path: Path) -> bool:
+    """Whether a checkpoint is there."""
+    return (path / RECORD).is_file()
+
+
+def remove(path: Path) -> None:
+    """Renamed first: a removal that is cut off leaves nothing that looks like a checkpoint."""
+    shutil.rmtree(path.rename(path.with_name(f".{path.name}{REMOVED}")))
+
+
 def remove_older(path: Path, keep: int, *, keep_best: bool = False) -> None:
     """Of the checkpoints beside ``path`` whose names are lower, leave the newest ``keep - 1``.
 
     With ``keep_best`` the one with the highest score stays as well; of equal ones the newest.
-    What can't be removed is logged and left: the checkpoint that was just written counts for more.
+    What can't be removed is logged and left.
     """
     older = sorted(
-        (each for each in path.parent.iterdir() if _age(each) < _age(path) and (each / RECORD).is_file()),
+        (each for each in path.parent.iterdir() if _age(each) < _age(path) and is_one(each)),
         key=_age,
     )
     try:
@@ -157,8 +177,7 @@ def remove_older(path: Path, keep: int, *, keep_best: bool = False) -> None:
         for each in older[: max(0, len(older) - keep + 1)]:
             if each == spared:
                 continue
-            # Renamed first: a removal that is cut off leaves nothing that looks like a checkpoint.
-            shutil.rmtree(each.rename(each.with_name(f".{each.name}{REMOVED}")))
+            remove(each)
     except OSError as error:
         logger.warning("checkpoints older than %s could not be removed: %s", path, error)
 

@@ -423,14 +423,18 @@ class Trainer:
 
     # --- checkpoints ----------------------------------------------------------------------------------
 
-    def save_checkpoint(self, path: Path, *, keep: int | None = None) -> None:
+    def save_checkpoint(self, path: Path) -> None:
         """Write everything that training goes on from; again for the same state, it is left as it is.
 
-        ``FileExistsError`` when ``path`` is there and holds anything else.  With ``keep``, only so many of
-        the checkpoints beside it stay, this one and the newest of the older ones.
+        ``FileExistsError`` when ``path`` is there and holds anything else.
         """
         self.begin_checkpoint(path)()
-        self.finish_checkpoint(path, keep=keep)
+        self.finish_checkpoint(path)
+
+    def make_way(self, path: Path) -> None:
+        """Remove a checkpoint of another state in ``path``: it was written and nobody lived to hear of it."""
+        if checkpoint.is_one(path) and not self._is_saved(path):
+            checkpoint.remove(path)
 
     def begin_checkpoint(self, path: Path, *, score: float | None = None) -> Callable[[], None]:
         """Copy what ``save_checkpoint`` would write; the call that writes it, for any thread.
@@ -445,13 +449,16 @@ class Trainer:
         self._writing = checkpoint.Writing(path, self.model, self.optimizer, record, self.ranks)
         return self._writing.write
 
-    def finish_checkpoint(self, path: Path, *, keep: int | None = None, keep_best: bool = False) -> None:
-        """The checkpoint that was begun is written by all: make it appear, and remove older ones."""
+    def finish_checkpoint(self, path: Path) -> None:
+        """The checkpoint that was begun is written by all: make it appear."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
             writing.finish()
-        if keep is not None and self.ranks.rank == 0:
-            checkpoint.remove_older(path, keep, keep_best=keep_best)
+
+    @staticmethod
+    def prune_checkpoints(path: Path, keep: int, *, keep_best: bool = False) -> None:
+        """As of ``checkpoint.remove_older``, from any thread."""
+        checkpoint.remove_older(path, keep, keep_best=keep_best)
 
     def will_save(self, path: Path) -> bool:
         """Whether ``save_checkpoint`` writes; ``FileExistsError`` when ``path`` is there and holds anything else."""
@@ -462,7 +469,7 @@ class Trainer:
         return True
 
     def _is_saved(self, path: Path) -> bool:
-        if not (path / checkpoint.RECORD).is_file():
+        if not checkpoint.is_one(path):
             return False
         record = checkpoint.read_record(path)
         return record.version == self.version and record.last_step == msgspec.to_builtins(self.last_step)

@@ -221,10 +221,14 @@ class TrainerGroup:
             self._say(_Weights())
         self._trainer.export(path)
 
-    def save_checkpoint(self, path: Path, *, keep: int | None = None) -> None:
+    def save_checkpoint(self, path: Path) -> None:
         """As ``Trainer.save_checkpoint``."""
         self.begin_checkpoint(path)()
-        self.finish_checkpoint(path, keep=keep)
+        self.finish_checkpoint(path)
+
+    def make_way(self, path: Path) -> None:
+        """As ``Trainer.make_way``."""
+        self._trainer.make_way(path)
 
     def begin_checkpoint(self, path: Path, *, score: float | None = None) -> Callable[[], None]:
         """As ``Trainer.begin_checkpoint``; the other processes write theirs meanwhile."""
@@ -233,11 +237,15 @@ class TrainerGroup:
             self._say(_Save(str(path)))
         return self._trainer.begin_checkpoint(path, score=score)
 
-    def finish_checkpoint(self, path: Path, *, keep: int | None = None, keep_best: bool = False) -> None:
+    def finish_checkpoint(self, path: Path) -> None:
         """As ``Trainer.finish_checkpoint``."""
         if self._begun:
             self._say(_FinishSave(str(path)))
-        self._trainer.finish_checkpoint(path, keep=keep, keep_best=keep_best)
+        self._trainer.finish_checkpoint(path)
+
+    def prune_checkpoints(self, path: Path, keep: int, *, keep_best: bool = False) -> None:
+        """As ``Trainer.prune_checkpoints``."""
+        self._trainer.prune_checkpoints(path, keep, keep_best=keep_best)
 
     def load_checkpoint(self, path: Path) -> None:
         """As ``Trainer.load_checkpoint``."""
