@@ -80,8 +80,6 @@ class Worker:
         self._why = "failed"
         self._ordered = False
         self._forsaken = False
-        """The controller fell silent."""
-        self._parent = os.getppid()
 
     # --- what a role fills in -------------------------------------------------------------------------
 
@@ -128,9 +126,9 @@ class Worker:
         return self._ordered
 
     @property
-    def orphaned(self) -> bool:
-        """It ends without the controller's order, and the controller is gone."""
-        return not self._ordered and (self._forsaken or os.getppid() != self._parent)
+    def forsaken(self) -> bool:
+        """It ends because the controller fell silent."""
+        return self._forsaken
 
     def end(self, reason: str) -> None:
         """Ask the worker to finish; the first reason counts."""
