@@ -19,7 +19,7 @@ from benchmarks.parts.chaos_run import ChaosRun, Fault, Planned, RunFailed, plan
 from benchmarks.parts.chaos_verdict import recoveries, verdict
 from benchmarks.parts.report import Row, figure, heading, write_report
 
-__all__ = ["SHORT_FAULTS", "SHORT_STEPS", "run"]
+__all__ = ["SHORT_FAULTS", "SHORT_GAP_S", "SHORT_STEPS", "run", "targets"]
 
 FULL: tuple[str, ...] = ()
 PACKAGES = ("vllm", "torch", "megatron-core", "pyzmq", "psutil")
